@@ -1,0 +1,1 @@
+"""The one YAML file an operator writes, and the immutable generations made from it."""

@@ -1,0 +1,230 @@
+"""The configuration file's shape. These models are the reference: `pointsman check --schema` prints them.
+
+Not here: reading files (loading.py) and what a running system makes of a config (generations.py). Every bound of the
+running system has its field under `limits`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+_ADDRESS = re.compile(r"^(\d{1,3}(?:\.\d{1,3}){3}|\[[0-9a-fA-F:]+\]):(\d{1,5})$")
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def check_address(value: str) -> str:
+    """Return `value` if it is `IP:port` (IPv6 in brackets), else raise ValueError saying so."""
+    match = _ADDRESS.match(value)
+    if not match:
+        raise ValueError(f"{value!r} is not IP:port, for example 127.0.0.1:8001 or [::1]:8001")
+    host, port = match.groups()
+    if not host.startswith("[") and any(int(part) > 255 for part in host.split(".")):
+        raise ValueError(f"{value!r} has an octet above 255")
+    if not 0 < int(port) < 65536:
+        raise ValueError(f"{value!r} has a port outside 1-65535")
+    return value
+
+
+class Model(BaseModel):
+    """Base of every section: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Listen(Model):
+    """Where the parts listen. `http` is Envoy's; the rest are ours."""
+
+    http: str = "127.0.0.1:8080"
+    grpc: str = Field("127.0.0.1:9004", description="ext_proc, access logs and xDS, plaintext HTTP/2")
+    health: str = Field("127.0.0.1:9003", description="gRPC health checks")
+
+    _addresses = field_validator("http", "grpc", "health")(check_address)
+
+
+class Endpoints(Model):
+    """Where a pool's endpoints come from: exactly one source."""
+
+    static: tuple[str, ...] | None = None
+    file: Path | None = Field(None, description="YAML or JSON list of IP:port, watched; relative to the config file")
+
+    @field_validator("static")
+    @classmethod
+    def _check_static(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for address in value or ():
+            check_address(address)
+        if value is not None and len(set(value)) != len(value):
+            raise ValueError("an address is listed twice")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.static is None) == (self.file is None):
+            raise ValueError("give exactly one of: static, file")
+        return self
+
+
+class ScorerSpec(Model):
+    """One scorer of a weighted policy."""
+
+    name: Name
+    weight: float = Field(1.0, ge=0)
+
+
+class Policy(Model):
+    """How a pool picks an endpoint. A preset name in the pool's `policy` stands for one of these."""
+
+    kind: Literal["weighted", "round_robin", "consistent_hash"] = "weighted"
+    filters: tuple[Name, ...] = ("excluded", "context")
+    scorers: tuple[ScorerSpec, ...] = ()
+    picker: Literal["max_score", "power_of_two"] = "max_score"
+    max_affinity_share: Share = Field(0.3, description="upper bound on the affinity scorers' share of the total weight")
+    spill_factor: float = Field(
+        1.25, ge=1, description="a prefix holder above this multiple of mean load gets no affinity"
+    )
+    queue_window: Positive = Field(10, description="waiting requests at which the queue score reaches 0")
+    concurrency_window: Positive = Field(64, description="requests in flight at which the load score reaches 0")
+    load_factor: float = Field(1.25, ge=1, description="consistent_hash: bound on load as a multiple of the mean")
+
+
+class Pool(Model):
+    """Endpoints that serve the same models and share one placement policy and one prefix index."""
+
+    name: Name
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    aliases: dict[str, str] = Field(default_factory=dict, description="name a client may use -> model of this pool")
+    endpoints: Endpoints
+    policy: str | Policy = "default"
+    cluster: str | None = Field(None, description="Envoy cluster, if not ours; default: pool_<name>")
+    kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
+    bytes_per_token: float = Field(4.0, gt=0)
+    tokens_per_cjk_character: float = Field(1.5, gt=0)
+    tokens_per_image: Positive = Field(1024, description="estimate for one inline image")
+
+    @property
+    def cluster_name(self) -> str:
+        """The Envoy cluster that holds this pool's endpoints."""
+        return self.cluster or f"pool_{self.name}"
+
+    @model_validator(mode="after")
+    def _aliases_point_here(self) -> Self:
+        for alias, model in self.aliases.items():
+            if model not in self.models:
+                raise ValueError(f"alias {alias!r} points to {model!r}; this pool serves {list(self.models)}")
+            if alias in self.models:
+                raise ValueError(f"{alias!r} is both a model and an alias")
+        return self
+
+
+class Wire(Model):
+    """How we talk to Envoy."""
+
+    endpoint_list: Literal["auto", "list", "single"] = "auto"
+    endpoint_list_length: int = Field(3, ge=1, le=8)
+    response_headers: tuple[Literal["request_id", "endpoint", "model"], ...] = Field(
+        ("request_id",), description="x-pointsman-* headers that clients see"
+    )
+    access_log_timeout_s: float = Field(10, gt=0, description="an access-log entry later than this counts as missing")
+    strict_pin: bool = Field(True, description="503 when Envoy knows none of the picked addresses, never its choice")
+
+
+class Timeouts(Model):
+    """Limits on upstream time, as Envoy applies them."""
+
+    connect_ms: Positive = 1_000
+    stream_idle_s: Positive = Field(900, description="no byte either way for this long ends a stream")
+    upstream_idle_s: float = Field(4, gt=0, description="idle upstream connections close after this; vLLM's after 5 s")
+
+
+class Retries(Model):
+    """Envoy's retries, before any byte of the answer reached the client."""
+
+    attempts: int = Field(1, ge=0, le=5)
+    statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503)
+
+
+class Scrape(Model):
+    """Reading /metrics from every endpoint."""
+
+    interval_ms: Positive = 200
+    timeout_ms: Positive = 1_000
+    backoff_max_ms: Positive = 5_000
+    stale_after_intervals: float = Field(3, gt=0)
+
+
+class Probe(Model):
+    """Asking every endpoint for its model list."""
+
+    interval_ms: Positive = 500
+    timeout_ms: Positive = 2_000
+    failed_probes: Positive = 3
+    failed_requests: Positive = 3
+
+
+class Limits(Model):
+    """Every bound of the running system."""
+
+    request_body_bytes: Positive = 32 * 1024 * 1024
+    endpoints: Positive = 4_096
+    open_requests: Positive = 100_000
+    unsettled_requests: Positive = Field(100_000, description="finished requests waiting for their access-log entry")
+    envoy_connections: Positive = Field(100_000, description="circuit breaker thresholds in generated Envoy config")
+
+
+class Log(Model):
+    """Structured logs. Prompts never appear unless asked for."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
+
+
+class Observe(Model):
+    """What can be seen from outside."""
+
+    metrics: str = "0.0.0.0:9090"
+    decisions: int = Field(1_000, ge=0, description="decisions kept for /v1/decisions")
+    log: Log = Log()
+
+    _addresses = field_validator("metrics")(check_address)
+
+
+class Admin(Model):
+    """The operator's HTTP API."""
+
+    listen: str = "127.0.0.1:9700"
+
+    _addresses = field_validator("listen")(check_address)
+
+
+class Config(Model):
+    """One configuration file."""
+
+    listen: Listen = Listen()
+    pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
+    wire: Wire = Wire()
+    timeouts: Timeouts = Timeouts()
+    retries: Retries = Retries()
+    scrape: Scrape = Scrape()
+    probe: Probe = Probe()
+    limits: Limits = Limits()
+    observe: Observe = Observe()
+    admin: Admin = Admin()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        _refuse_twice("pool name", [pool.name for pool in self.pools])
+        _refuse_twice("cluster", [pool.cluster_name for pool in self.pools])
+        _refuse_twice("model or alias", [name for pool in self.pools for name in (*pool.models, *pool.aliases)])
+        return self
+
+
+def _refuse_twice(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} given more than once: {', '.join(twice)}")

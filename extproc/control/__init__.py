@@ -1,0 +1,1 @@
+"""What we tell Envoy ahead of time: generated configuration and xDS."""

@@ -1,0 +1,1 @@
+"""The doers around policies.lifecycle: discovery, probes, scrapes."""

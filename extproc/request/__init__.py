@@ -1,0 +1,1 @@
+"""From request bytes to InferenceRequest, and edits as splices."""

@@ -1,0 +1,1 @@
+"""gRPC: what Envoy and we say to each other."""

@@ -1,0 +1,113 @@
+"""One answer to "may this endpoint take traffic".
+
+A pure state machine: evidence and the time go in, the state comes out. It knows nothing of sockets; who probes and
+how often is the business of extproc.fleet. Evidence is kept per endpoint, so a restart of one says nothing of another.
+
+    Starting -> Ready <-> Unhealthy          Ready -> Draining -> Stopped
+
+Rejected: trusting `/health` alone. vLLM answers 200 there while it drains and before its model is usable, so Ready
+needs the model list, and refused connections of real requests count as much as probes do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class State(IntEnum):
+    """Life-cycle state of an endpoint. Only READY takes new requests."""
+
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+    UNHEALTHY = 3
+    STOPPED = 4
+
+
+class Evidence(IntEnum):
+    """Something seen of an endpoint."""
+
+    PROBE_OK = 0
+    """The model list was answered."""
+    PROBE_REFUSED = 1
+    """Nothing listens there: not started yet, or gone."""
+    PROBE_FAILED = 2
+    """It listens but answers wrongly or not in time."""
+    SERVED = 3
+    """A real request was answered."""
+    FAILED = 4
+    """A real request could not be served: connect failure, reset before the answer, 5xx."""
+    DRAIN = 5
+    """The operator or the discovery source wants it drained."""
+    UNDRAIN = 6
+    """The operator takes the drain back."""
+    REMOVED = 7
+    """The discovery source no longer lists it."""
+    LISTED = 8
+    """The discovery source lists it (again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """How many failures in a row make an endpoint Unhealthy. Probes and real requests are counted apart."""
+
+    failed_probes: int = 3
+    failed_requests: int = 3
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """The state of one endpoint and the evidence it rests on. `since_s` is when the state was entered."""
+
+    thresholds: Thresholds
+    state: State = State.STARTING
+    since_s: float = 0.0
+    reason: str = "not probed yet"
+    failed_probes: int = 0
+    failed_requests: int = 0
+
+    def observe(self, evidence: Evidence, now_s: float) -> bool:
+        """Take one piece of evidence. True if the state changed."""
+        self._count(evidence)
+        after, reason = self._next(evidence)
+        if after is self.state:
+            return False
+        self.state, self.reason, self.since_s = after, reason, now_s
+        return True
+
+    def _count(self, evidence: Evidence) -> None:
+        if evidence is Evidence.PROBE_OK:
+            self.failed_probes = 0
+            if self.state is not State.READY:
+                # Back through a probe: the failed requests belong to the time before.
+                self.failed_requests = 0
+        elif evidence in (Evidence.PROBE_REFUSED, Evidence.PROBE_FAILED):
+            self.failed_probes += 1
+        elif evidence is Evidence.SERVED:
+            self.failed_requests = 0
+        elif evidence is Evidence.FAILED:
+            self.failed_requests += 1
+
+    def _next(self, evidence: Evidence) -> tuple[State, str]:
+        if evidence is Evidence.REMOVED:
+            return State.STOPPED, "no longer listed by discovery"
+        if self.state is State.STOPPED:
+            return (State.STARTING, "listed again") if evidence is Evidence.LISTED else (self.state, self.reason)
+        if evidence is Evidence.DRAIN:
+            return State.DRAINING, "drain requested"
+        if self.state is State.DRAINING:
+            return (State.STARTING, "drain taken back") if evidence is Evidence.UNDRAIN else (self.state, self.reason)
+        return self._next_by_health(evidence)
+
+    def _next_by_health(self, evidence: Evidence) -> tuple[State, str]:
+        if evidence is Evidence.PROBE_OK:
+            return State.READY, "answers its model list"
+        if self.state is State.READY:
+            if evidence is Evidence.PROBE_REFUSED:
+                return State.UNHEALTHY, "connection refused"
+            if self.failed_probes >= self.thresholds.failed_probes:
+                return State.UNHEALTHY, f"{self.failed_probes} probes failed in a row"
+            if self.failed_requests >= self.thresholds.failed_requests:
+                return State.UNHEALTHY, f"{self.failed_requests} requests failed in a row"
+        return self.state, self.reason

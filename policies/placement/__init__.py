@@ -1,0 +1,1 @@
+"""Which instance: prefix index, filters, scorers, pickers, and the policies made of them."""

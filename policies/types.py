@@ -1,0 +1,125 @@
+"""The words the whole house speaks: what a request is, what a decision is, why something was refused.
+
+Plain data only. Nothing here reads a clock, draws a number or knows a protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Slots: TypeAlias = npt.NDArray[np.intp]
+"""Endpoint slots, shape (n,): indices into the arrays of FleetState."""
+Floats: TypeAlias = npt.NDArray[np.float64]
+"""One figure per candidate, shape (n,)."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""One verdict per candidate, shape (n,)."""
+
+
+class Kind(StrEnum):
+    """What the client wants from the engine."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+class Reason(StrEnum):
+    """Why a decision or refusal came out as it did: the bounded label set of metrics and the decision log."""
+
+    ROUTED = "routed"
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    EMPTY_BODY = "empty_body"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
+    UNSUPPORTED_BODY_MODE = "unsupported_body_mode"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    UNKNOWN_PATH = "unknown_path"
+    UNKNOWN_MODEL = "unknown_model"
+    BODY_TOO_LARGE = "body_too_large"
+    CONTEXT_TOO_LONG = "context_too_long"
+    NO_READY_ENDPOINT = "no_ready_endpoint"
+    TOO_MANY_REQUESTS = "too_many_requests"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that is not routed, as a value. `type` and `param` are OpenAI's error fields."""
+
+    status: int
+    type: str
+    message: str
+    reason: Reason
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    """One inference request as the policies see it.
+
+    `prompt` is the raw JSON of `tools`, then `messages` or `prompt`, never re-serialised. `model` is the name the
+    engines serve; `asked_model` the name the client sent (an alias, perhaps). `block_hashes[i]` names the prompt up
+    to the end of block i; `block_tokens[i]` is the estimate for that block alone.
+    """
+
+    kind: Kind
+    model: str
+    asked_model: str
+    input_tokens: int
+    stream: bool = False
+    max_tokens: int | None = None
+    prompt: bytes | memoryview = b""
+    block_hashes: Sequence[int] = ()
+    block_tokens: Sequence[int] = ()
+    session_key: str | None = None
+    cache_salt: str | None = None
+    excluded: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Ranking:
+    """What a picker makes of the scores: slots in order of preference, and the working for the explanation.
+
+    `scores` and every array in `parts` are aligned with `candidates`, not with `order`.
+    """
+
+    order: Sequence[int]
+    candidates: Slots
+    scores: Floats
+    parts: dict[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Decision:
+    """Where a request goes, and everything needed to explain it afterwards.
+
+    `order` holds up to `endpoint_list_length` slots, best first, with their generations at the time of choice.
+    `matched_tokens` is aligned with `ranking.candidates`. `filtered` names, per filter, the slots it removed.
+    """
+
+    pool: str
+    policy: str
+    order: tuple[int, ...]
+    addresses: tuple[str, ...]
+    matched_tokens: Floats
+    chosen_matched_tokens: int
+    ranking: Ranking
+    filtered: tuple[tuple[str, tuple[int, ...]], ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight."""
+
+    slot: int
+    generation: int
+    prompt_tokens: int
+    uncached_tokens: int
