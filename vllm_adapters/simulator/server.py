@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -56,6 +56,7 @@ class SimulatedServer:
         self._quiet.set()
         self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._outage: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
 
@@ -114,11 +115,12 @@ class SimulatedServer:
         await self._clean_up()
 
     async def _clean_up(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _listen(self) -> None:
         if self._runner is None:
@@ -131,22 +133,32 @@ class SimulatedServer:
         server = self._runner.server if self._runner is not None else None
         return [] if server is None else server.connections
 
-    def _spawn(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.result()  # what went wrong goes to the event loop's exception handler
 
     # -- faults
 
     def set_faults(self, shown: Faults) -> None:
-        """Show these faults from now on. What was frozen goes on when they no longer say so."""
+        """Show these faults from now on. What was frozen or refused goes on when they no longer say so."""
         self.faults = shown
         if shown.freeze:
             self._paced.moving.clear()
         else:
             self._paced.moving.set()
-        if shown.refuse_s:
-            self._spawn(self._refuse(shown.refuse_s))
+        if self._outage is not None:
+            self._outage.cancel()
+        if shown.refuse_s and self._runner is not None:
+            self._outage = self._spawn(self._refuse(shown.refuse_s))
+        elif self._outage is not None and self._site is None:
+            self._outage = self._spawn(self._listen())
 
     def release(self) -> None:
         """Let every answer held open by a fault end."""
@@ -154,10 +166,9 @@ class SimulatedServer:
         self._released = asyncio.Event()
 
     async def _refuse(self, seconds: float) -> None:
-        if self._site is None:
-            return
         site, self._site = self._site, None
-        await site.stop()
+        if site is not None:
+            await site.stop()
         for connection in self._connections():
             connection.close()  # after what it is busy with
         await asyncio.sleep(seconds)
@@ -312,19 +323,16 @@ class SimulatedServer:
                 raise ApiError(400, f"{faults.HEADER}: {error}") from error
         shown = exchange.faults
         await asyncio.sleep(shown.delay_headers_s)
-        await self._freeze(exchange)
+        if own is not None and shown.freeze:
+            await self._stopping.wait()
+            exchange.close(reset=False)
+            raise Cut
+        await self._paced.moving.wait()
         if shown.reset_before_headers:
             exchange.close(reset=True)
             raise Cut
         if shown.status is not None:
             raise ApiError(shown.status, "a simulated fault")
-
-    async def _freeze(self, exchange: Exchange) -> None:
-        if exchange.faults.freeze and exchange.faults is not self.faults:
-            await self._stopping.wait()
-            exchange.close(reset=False)
-            raise Cut
-        await self._paced.moving.wait()
 
     def _submit(self, ask: Ask, shown: Faults) -> Ticket:
         size = self.options.block_size
