@@ -40,7 +40,7 @@ class Record:
 
 
 class Books:
-    """Counts of one server. `in_flight`: generation requests being handled, from their headers to the end of their answer.
+    """Counts of one server. `in_flight`: generation requests being handled, from headers to the end of the answer.
 
     `served`: answered in full with 200. `aborted`: the client left first. `failed`: answered with an error, cut or
     reset. `held`: answers kept open by a fault. `finished`: by vLLM's finished_reason.
