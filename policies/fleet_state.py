@@ -68,8 +68,10 @@ class FleetState:
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s
         self.max_endpoints = max_endpoints
-        self.addresses: list[str | None] = []
+        self.addresses: tuple[str | None, ...] = ()  # replaced, never changed: a decision may keep the one it saw
         self._slot_of: dict[str, int] = {}
+        self._models: dict[int, frozenset[str]] = {}
+        self._serving: dict[str, npt.NDArray[np.bool_]] = {}
         for name, dtype, default in _FIGURES:
             setattr(self, name, np.full(initial_slots, default, dtype))
 
@@ -95,8 +97,9 @@ class FleetState:
             if name not in _KEPT_ON_REUSE:
                 getattr(self, name)[slot] = default
         self.generation[slot] += 1
-        self.addresses[slot] = address
+        self._name(slot, address)
         self._slot_of[address] = slot
+        self.set_models(slot, frozenset())
         return slot
 
     def remove(self, slot: int) -> bool:
@@ -105,10 +108,11 @@ class FleetState:
             return False
         address = self.addresses[slot]
         if address is not None:
-            self.addresses[slot] = None
+            self._name(slot, None)
             del self._slot_of[address]
             self.state[slot] = State.STOPPED
             self.routable[slot] = False
+            self.set_models(slot, frozenset())
         return True
 
     def _free_slot(self) -> int:
@@ -117,10 +121,13 @@ class FleetState:
                 return slot
         if len(self.addresses) >= self.max_endpoints:
             raise TooManyEndpoints(f"more than {self.max_endpoints} endpoints (limits.endpoints)")
-        self.addresses.append(None)
+        self.addresses += (None,)
         if len(self.addresses) > len(self.generation):
             self._grow()
         return len(self.addresses) - 1
+
+    def _name(self, slot: int, address: str | None) -> None:
+        self.addresses = (*self.addresses[:slot], address, *self.addresses[slot + 1 :])
 
     def _grow(self) -> None:
         size = 2 * len(self.generation)
@@ -129,6 +136,26 @@ class FleetState:
             new = np.full(size, default, dtype)
             new[: len(old)] = old
             setattr(self, name, new)
+
+    # -- models
+
+    def set_models(self, slot: int, models: frozenset[str]) -> None:
+        """The names `slot` lists, adapters included."""
+        if self._models.get(slot) != models:
+            self._models[slot] = models
+            self._serving.clear()
+
+    def models(self, slot: int) -> frozenset[str]:
+        """The names `slot` lists."""
+        return self._models.get(slot, frozenset())
+
+    def serving(self, model: str) -> npt.NDArray[np.bool_]:
+        """Which slots list `model`, shape (slots,). Cached until any list changes; ask for configured names only."""
+        serving = self._serving.get(model)
+        if serving is None or len(serving) != len(self.generation):
+            serving = np.array([model in self.models(slot) for slot in range(len(self.generation))], np.bool_)
+            self._serving[model] = serving
+        return serving
 
     # -- what requests take and give back
 

@@ -21,6 +21,17 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 """One verdict per candidate, shape (n,)."""
 
 
+Filtered: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+"""Per filter that removed something: its name and the addresses removed."""
+
+
+class Fallback(StrEnum):
+    """What a decision had to do without. Each is counted: a silent fallback is a bug."""
+
+    STALE_FIGURES = "stale_figures"
+    CONTEXT_ESTIMATE = "context_estimate"
+
+
 class Kind(StrEnum):
     """What the client wants from the engine."""
 
@@ -100,8 +111,10 @@ class Ranking:
 class Decision:
     """Where a request goes, and everything needed to explain it afterwards.
 
-    `order` holds up to `endpoint_list_length` slots, best first, with their generations at the time of choice.
-    `matched_tokens` is aligned with `ranking.candidates`. `filtered` names, per filter, the slots it removed.
+    `order` holds up to `endpoint_list_length` slots, best first; `addresses` are theirs. `fallbacks` says on what less
+    than full knowledge it was made.
+    `matched_tokens` is aligned with `ranking.candidates`. `filtered` names, per filter, the addresses it removed.
+    `slot_addresses[slot]` names every slot as it was then: a slot may belong to another address by the time it is read.
     """
 
     pool: str
@@ -111,8 +124,9 @@ class Decision:
     matched_tokens: Floats
     chosen_matched_tokens: int
     ranking: Ranking
-    filtered: tuple[tuple[str, tuple[int, ...]], ...]
-    notes: tuple[str, ...] = ()
+    filtered: Filtered
+    slot_addresses: tuple[str | None, ...]
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(slots=True)

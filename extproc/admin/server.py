@@ -1,0 +1,137 @@
+"""The operator's HTTP API, and the metrics page on its own port. Loopback unless told otherwise.
+
+Reads what the system knows and may drain an endpoint; it never waits for a request's decision or holds one up longer
+than it takes to format an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+_MOST_DECISIONS = 1_000
+_LARGEST_BODY_BYTES = 64 * 1024 * 1024
+
+
+class Operations(Protocol):
+    """What the admin API may ask of the running system."""
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether requests can be served, and why not."""
+
+    def describe_fleet(self) -> list[dict[str, Any]]:
+        """Every endpoint."""
+
+    def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
+        """The newest decisions."""
+
+    def explain(self, path: str, body: bytes) -> dict[str, Any]:
+        """Where a body would go now."""
+
+    def config(self) -> dict[str, Any]:
+        """The generation in force."""
+
+    def drain(self, address: str, *, drain: bool) -> bool:
+        """Drain an endpoint or take it back; False if there is no such endpoint."""
+
+    def metrics_page(self) -> bytes:
+        """The Prometheus page."""
+
+
+class AdminServer:
+    """Two listeners: admin and metrics."""
+
+    def __init__(self, operations: Operations, *, admin: str, metrics: str) -> None:
+        self._operations = operations
+        self._addresses = (admin, metrics)
+        self._runners: list[web.AppRunner] = []
+
+    async def start(self) -> None:
+        """Listen on both. Raises OSError if an address is taken."""
+        admin, metrics = self._addresses
+        await self._listen(self._admin_app(), admin)
+        await self._listen(self._metrics_app(), metrics)
+
+    async def _listen(self, app: web.Application, address: str) -> None:
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        self._runners.append(runner)
+        host, _, port = address.rpartition(":")
+        await web.TCPSite(runner, host.strip("[]"), int(port), shutdown_timeout=1.0).start()
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        for runner in self._runners:
+            await runner.cleanup()
+
+    def _metrics_app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    def _admin_app(self) -> web.Application:
+        app = web.Application(client_max_size=_LARGEST_BODY_BYTES, middlewares=[_json_errors])
+        app.router.add_get("/livez", _live)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/v1/fleet", self._fleet)
+        app.router.add_get("/v1/decisions", self._decisions)
+        app.router.add_post("/v1/explain", self._explain)
+        app.router.add_get("/v1/config", self._config)
+        app.router.add_post("/v1/endpoints/{endpoint:[^/]+}:{verb:drain|undrain}", self._drain)
+        return app
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._operations.metrics_page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        ready, why = self._operations.ready()
+        return _json({"ready": ready, "reason": why}, 200 if ready else 503)
+
+    async def _fleet(self, _request: web.Request) -> web.Response:
+        return _json({"endpoints": self._operations.describe_fleet()})
+
+    async def _decisions(self, request: web.Request) -> web.Response:
+        limit = request.query.get("limit", "20")
+        if not limit.isdecimal():
+            return _json({"error": {"message": "limit must be a whole number"}}, 400)
+        found = self._operations.decisions(min(int(limit), _MOST_DECISIONS), request.query.get("request_id"))
+        return _json({"decisions": found})
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        """POST the body a client would send; `?path=` names the API, chat completions unless told."""
+        path = request.query.get("path", "/v1/chat/completions")
+        return _json(self._operations.explain(path, await request.read()))
+
+    async def _config(self, _request: web.Request) -> web.Response:
+        return _json(self._operations.config())
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        endpoint, verb = request.match_info["endpoint"], request.match_info["verb"]
+        if not self._operations.drain(endpoint, drain=verb == "drain"):
+            return _json({"error": {"message": f"no endpoint {endpoint}"}}, 404)
+        return _json({"endpoint": endpoint, "done": verb})
+
+
+async def _live(_request: web.Request) -> web.Response:
+    return _json({"live": True})
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every error is JSON, as everywhere else."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _json({"error": {"message": error.reason, "code": error.status}}, error.status)
+
+
+def _json(document: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - whatever JSON can hold
+    return web.Response(
+        body=msgspec.json.format(msgspec.json.encode(document)), status=status, content_type="application/json"
+    )

@@ -1,0 +1,237 @@
+"""The composition root: a Config becomes a running system. Start, reload, drain, stop; no decisions of its own.
+
+What outlives a config generation (fleet state, prefix indexes, flights, counts) is made once here; a reload swaps the
+generation and tells everyone. A file that does not validate changes nothing and is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import structlog
+
+from extproc.admin.server import AdminServer
+from extproc.config.generations import Generation
+from extproc.config.loading import ConfigError, load
+from extproc.config.schema import Config
+from extproc.control.snapshots import Publisher
+from extproc.fleet.discovery import Discovery, follow_file
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.watchers import Watchers
+from extproc.flight import Flights
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import Metrics
+from extproc.outcomes import Outcomes
+from extproc.pipeline import Pipeline
+from extproc.wire.access_log import AccessLog
+from extproc.wire.grpc_server import (
+    ACCESS_LOG,
+    ADS,
+    EXT_PROC,
+    HealthServer,
+    bidirectional,
+    client_streaming,
+    envoy_server,
+)
+from extproc.wire.processor import Processor
+from policies.fleet_state import FleetState
+from policies.lifecycle import Evidence
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 0.25
+"""How often overdue access-log entries and leaving endpoints are looked at."""
+_STOP_GRACE_S = 0.2
+"""Decisions take microseconds; what is still open then are streams, and those outlive us (failure_mode_allow)."""
+
+
+class App:
+    """One running system. `config_path` is followed for changes if given."""
+
+    def __init__(self, config: Config, config_path: Path | None = None) -> None:
+        self._config_path = config_path
+        self.generation = Generation(1, config)
+        self.metrics = Metrics()
+        self._state = FleetState(stale_after_s=_stale_after_s(config), max_endpoints=config.limits.endpoints)
+        self.fleet = Fleet(self._state, self.metrics, time.monotonic)
+        self.decision_log = DecisionLog(config.observe.decisions)
+        self.flights = Flights(
+            self._state,
+            Outcomes(self.fleet, self.metrics, self.decision_log),
+            time.monotonic,
+            max_open=config.limits.open_requests,
+            max_unsettled=config.limits.unsettled_requests,
+            access_log_timeout_s=config.wire.access_log_timeout_s,
+        )
+        self.pipeline = Pipeline(
+            self.generation,
+            self.fleet,
+            self.flights,
+            self.decision_log,
+            self.metrics,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            rng=Random(),
+        )
+        self._publisher = Publisher(self.fleet, self.metrics)
+        self._watchers = Watchers(self.fleet, self.metrics, config)
+        self._discovery = Discovery(self._discovered, self.metrics)
+        self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- start and stop
+
+    async def start(self) -> None:
+        """Listen, find the fleet, begin to watch. Raises OSError or PortTaken if an address is taken."""
+        config = self.generation.config
+        self.metrics.observe_state(self._state, self._stream_counts, time.monotonic)
+        self.metrics.generation_in_force(self.generation.number)
+        self._health = HealthServer(config.listen.health)
+        self._server = envoy_server(
+            config.listen.grpc, self._handlers(), largest_body_bytes=config.limits.request_body_bytes
+        )
+        await self._admin.start()
+        await self._health.start()
+        self._apply(self.generation)
+        await self._server.start()
+        await self._health.set_serving(serving=True)
+        self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
+        if self._config_path is not None:
+            self._tasks.append(asyncio.create_task(follow_file(self._config_path, self._on_config), name="config"))
+        # Everything made so far stays: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
+
+    def _handlers(self) -> dict[tuple[str, str], Any]:
+        processor = Processor(self.flights, self.pipeline.decide, self.metrics)
+        access_log = AccessLog(self.flights, self.metrics)
+        return {
+            (EXT_PROC, "Process"): bidirectional(processor.process),
+            (ACCESS_LOG, "StreamAccessLogs"): client_streaming(access_log.stream),
+            (ADS, "StreamAggregatedResources"): bidirectional(self._publisher.stream),
+        }
+
+    async def stop(self) -> None:
+        """Stop taking requests, then listening. Running streams go on without us."""
+        self.pipeline.draining = True
+        await self._health.set_serving(serving=False)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._discovery.close()
+        await self._watchers.close()
+        await self._server.stop(_STOP_GRACE_S)
+        await self._health.stop()
+        await self._admin.stop()
+        log.info("stopped", open_streams=self.flights.open_count)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.fleet.tick()
+            self.flights.expire()
+            self._watchers.watch(self.fleet.addresses())
+
+    # -- generations
+
+    def _apply(self, generation: Generation) -> None:
+        """Make a generation the one in force."""
+        self.fleet.configure(generation)
+        self.generation = self.pipeline.generation = generation
+        config = generation.config
+        self._state.stale_after_s = _stale_after_s(config)
+        self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
+        self.flights.max_open = config.limits.open_requests
+        self.flights.max_unsettled = config.limits.unsettled_requests
+        self._watchers.configure(config)
+        self._publisher.configure(config)
+        self._discovery.configure(config.pools)
+        self._watchers.watch(self.fleet.addresses())
+
+    def _discovered(self, pool: str, addresses: list[str]) -> None:
+        self.fleet.set_endpoints(pool, addresses)
+        self._watchers.watch(self.fleet.addresses())
+
+    def _on_config(self, _text: str | None) -> None:
+        """The config file has (perhaps) changed."""
+        if self._config_path is None:
+            raise AssertionError("nothing is followed without a path")
+        try:
+            config = load(self._config_path)
+        except ConfigError as error:
+            self.metrics.reloaded(ok=False)
+            log.warning("config rejected, the old one stays in force", error=str(error))
+            return
+        if config == self.generation.config:
+            return
+        _warn_of_fixed_parts(self.generation.config, config)
+        self._apply(Generation(self.generation.number + 1, config))
+        self.metrics.reloaded(ok=True)
+        self.metrics.generation_in_force(self.generation.number)
+        log.info("config reloaded", generation=self.generation.number)
+
+    # -- Operations, for the admin API
+
+    def ready(self) -> tuple[bool, str]:
+        """Discovery has reported for every pool and we are not stopping."""
+        if self.pipeline.draining:
+            return False, "stopping"
+        return (True, "") if self.fleet.synced else (False, "discovery has not reported for every pool")
+
+    def describe_fleet(self) -> list[dict[str, Any]]:
+        """Every endpoint."""
+        return self.fleet.describe()
+
+    def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
+        """The newest decisions."""
+        return self.decision_log.read(limit, request_id)
+
+    def explain(self, path: str, body: bytes) -> dict[str, Any]:
+        """Where a body would go now."""
+        return self.pipeline.explain(path, body)
+
+    def config(self) -> dict[str, Any]:
+        """The generation in force."""
+        return {"generation": self.generation.number, "config": self.generation.config.model_dump(mode="json")}
+
+    def drain(self, address: str, *, drain: bool) -> bool:
+        """Drain an endpoint or take it back."""
+        if self._state.slot_of(address) is None:
+            return False
+        self.fleet.observe(address, Evidence.DRAIN if drain else Evidence.UNDRAIN)
+        return True
+
+    def metrics_page(self) -> bytes:
+        """The Prometheus page."""
+        return self.metrics.page()
+
+    def _stream_counts(self) -> dict[str, float]:
+        flights = self.flights
+        return {
+            "ext_proc_streams_opened_total": flights.opened,
+            "ext_proc_streams_ended_total": flights.ended,
+            "ext_proc_streams_open": flights.open_count,
+            "requests_unsettled": flights.unsettled_count,
+        }
+
+
+def _stale_after_s(config: Config) -> float:
+    return config.scrape.interval_ms * config.scrape.stale_after_intervals / 1000
+
+
+_FIXED_PARTS = ("listen", "admin")
+"""Sections that only a restart changes: sockets are bound once."""
+
+
+def _warn_of_fixed_parts(old: Config, new: Config) -> None:
+    changed = [part for part in _FIXED_PARTS if getattr(old, part) != getattr(new, part)]
+    changed += ["limits.endpoints"] if old.limits.endpoints != new.limits.endpoints else []
+    changed += ["observe"] if old.observe != new.observe else []
+    if changed:
+        log.warning("these sections take effect at the next start only", sections=changed)

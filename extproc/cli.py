@@ -1,0 +1,197 @@
+"""The `pointsman` command. Each command reads its options and hands over; nothing is decided here.
+
+Imports of the heavy parts wait until a command needs them, so that `pointsman --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Coroutine
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from extproc import __version__
+from extproc.config.loading import ConfigError, load, presets
+from extproc.config.schema import Config
+from extproc.observe.logging import configure_logging
+
+cli = typer.Typer(
+    help="Routes LLM requests over vLLM fleets, as an Envoy external processor.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="the configuration file", metavar="CONFIG")]
+
+
+class EnvoyFormat(StrEnum):
+    """What `pointsman envoy` prints."""
+
+    BOOTSTRAP = "bootstrap"
+    FILTERS = "filters"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    cli()
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Hold options of every command."""
+
+
+@cli.command()
+def up(
+    config: ConfigPath,
+    concurrency: Annotated[int | None, typer.Option(help="Envoy worker threads; default: one per core")] = None,
+) -> None:
+    """Run Envoy and the decision process, as one process tree."""
+    from extproc.launcher import ChildFailed, Launcher, NoEnvoy
+
+    loaded = _load(config)
+    configure_logging(loaded.observe.log)
+    try:
+        asyncio.run(Launcher(loaded, config.resolve(), concurrency=concurrency).run())
+    except (ChildFailed, NoEnvoy) as error:
+        _fail(str(error))
+
+
+@cli.command()
+def serve(config: ConfigPath) -> None:
+    """Run the decision process alone; your own Envoy talks to it."""
+    import uvloop
+
+    from extproc.wire.grpc_server import PortTaken
+
+    loaded = _load(config)
+    configure_logging(loaded.observe.log)
+    try:
+        uvloop.run(_serve(loaded, config.resolve()))
+    except (PortTaken, OSError) as error:
+        _fail(str(error))
+
+
+async def _serve(config: Config, path: Path) -> None:
+    from extproc.app import App
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    app = App(config, path)
+    await app.start()
+    await stop.wait()
+    await app.stop()
+
+
+@cli.command()
+def check(
+    config: Annotated[Path | None, typer.Argument(help="the configuration file", metavar="CONFIG")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the file instead.")] = False,
+) -> None:
+    """Validate a configuration file; every fault is named with its place."""
+    if schema:
+        typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+        return
+    if config is None:
+        _fail("name a configuration file, or ask for --schema")
+    loaded = _load(config)
+    for pool in loaded.pools:
+        source = f"file {pool.endpoints.file}" if pool.endpoints.file else f"{len(pool.endpoints.static or ())} static"
+        typer.echo(f"pool {pool.name}: models {', '.join(pool.models)}; endpoints: {source}; policy: {pool.policy}")
+    typer.echo(f"{config} is valid (presets: {', '.join(presets())})")
+
+
+@cli.command()
+def envoy(
+    config: ConfigPath,
+    output: Annotated[EnvoyFormat, typer.Option("--format", help="a whole Envoy, or parts for yours")],
+) -> None:
+    """Print Envoy configuration for CONFIG."""
+    from extproc.control import envoy_config
+
+    loaded = _load(config)
+    make = envoy_config.bootstrap if output is EnvoyFormat.BOOTSTRAP else envoy_config.filters
+    typer.echo(envoy_config.to_yaml(make(loaded)), nl=False)
+
+
+@cli.command()
+def sim(
+    listen: Annotated[str, typer.Option(help="address of the first engine; the others take the next ports")] = (
+        "127.0.0.1:8001"
+    ),
+    count: Annotated[int, typer.Option(min=1, max=256, help="how many engines")] = 1,
+    model: Annotated[list[str] | None, typer.Option(help="name served; may be given again")] = None,
+    speed: Annotated[float, typer.Option(help="how much faster than the hardware time passes")] = 1.0,
+    hardware: Annotated[str, typer.Option(help="whose step times the engines have")] = "8b-h100",
+    kv_capacity_tokens: Annotated[int | None, typer.Option(help="KV cache of one engine; default: the hardware's")] = (
+        None
+    ),
+    max_model_len: Annotated[int, typer.Option(help="context window in tokens")] = 131_072,
+    max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 256,
+    record: Annotated[int, typer.Option(help="how many requests /sim/requests remembers")] = 0,
+) -> None:
+    """Run simulated vLLM engines: the HTTP surface and the timing of real ones, without a GPU."""
+    from vllm_adapters.simulator.options import SimOptions
+    from vllm_adapters.simulator.server import serve as serve_engines
+
+    host, _, port = listen.rpartition(":")
+    try:
+        options = SimOptions(
+            host=host.strip("[]"),
+            port=int(port),
+            count=count,
+            models=tuple(model or ["sim"]),
+            speed=speed,
+            hardware=hardware,
+            kv_capacity_tokens=kv_capacity_tokens,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            record=record,
+        )
+        asyncio.run(_until_stopped(serve_engines(options)))
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+
+
+async def _until_stopped(work: Coroutine[None, None, None]) -> None:
+    """Run until done, SIGINT or SIGTERM."""
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _load(path: Path) -> Config:
+    try:
+        return load(path)
+    except ConfigError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

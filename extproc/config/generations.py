@@ -1,0 +1,103 @@
+"""A generation: everything that follows from one config file and never changes afterwards.
+
+A reload builds the next generation and swaps one reference. What lives longer (fleet state, prefix indexes, counts)
+is kept by name elsewhere, so a reload loses nothing. A request sees one generation from start to end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from extproc.config.loading import policy_of
+from extproc.config.schema import Config, Pool
+from extproc.config.schema import Policy as PolicySpec
+from extproc.request.tokens import TokenRates
+from policies.placement.filters import FILTERS
+from policies.placement.policy import ConsistentHash, Policy, RoundRobin, Weighted, WeightedSpec
+from policies.placement.scorers import Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a model name leads: the pool, and the name its engines know."""
+
+    pool: Pool
+    model: str
+    rates: TokenRates
+    list_length: int
+    headers: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One validated config and the tables made from it."""
+
+    number: int
+    config: Config
+
+    @cached_property
+    def targets(self) -> dict[str, Target]:
+        """Every name a client may use -> where it leads."""
+        targets = {}
+        for pool in self.config.pools:
+            for name, model in (*((m, m) for m in pool.models), *pool.aliases.items()):
+                targets[name] = self._target(pool, model)
+        return targets
+
+    def _target(self, pool: Pool, model: str) -> Target:
+        wire = self.config.wire
+        rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
+        length = 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
+        return Target(pool, model, rates, length, self._retry_headers())
+
+    def _retry_headers(self) -> tuple[tuple[str, str], ...]:
+        """Retries as request headers: the same in our own Envoy, and in one whose routes are not ours."""
+        retries = self.config.retries
+        if not retries.attempts:
+            return (("x-envoy-max-retries", "0"),)
+        return (
+            ("x-envoy-max-retries", str(retries.attempts)),
+            ("x-envoy-retry-on", RETRY_ON),
+            ("x-envoy-retriable-status-codes", ",".join(map(str, retries.statuses))),
+        )
+
+    @cached_property
+    def models_body(self) -> bytes:
+        """The answer to GET /v1/models: every model and alias, in OpenAI's form."""
+        created = int(time.time())
+        entries = [
+            {"id": name, "object": "model", "created": created, "owned_by": "pointsman", "root": target.model}
+            for name, target in self.targets.items()
+        ]
+        return msgspec.json.encode({"object": "list", "data": entries})
+
+
+RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"
+"""Only before any byte of the answer: Envoy does not retry once response headers have gone to the client."""
+
+
+def build_policy(pool: Pool) -> Policy:
+    """The pool's policy object. Raises KeyError for an unknown preset, ValueError for an unknown part."""
+    spec = policy_of(pool.policy)
+    name = pool.policy if isinstance(pool.policy, str) else "inline"
+    for unknown in set(spec.filters) - set(FILTERS):
+        raise ValueError(f"unknown filter {unknown!r}; there are: {', '.join(sorted(FILTERS))}")
+    if spec.kind == "round_robin":
+        return RoundRobin(name)
+    if spec.kind == "consistent_hash":
+        return ConsistentHash(name, load_factor=spec.load_factor)
+    return Weighted(_weighted_spec(name, spec))
+
+
+def _weighted_spec(name: str, spec: PolicySpec) -> WeightedSpec:
+    windows = Windows(
+        queue_window=spec.queue_window,
+        concurrency_window=spec.concurrency_window,
+        spill_factor=spec.spill_factor,
+    )
+    weights = tuple((scorer.name, scorer.weight) for scorer in spec.scorers)
+    return WeightedSpec(name, weights, spec.picker, windows, spec.max_affinity_share)

@@ -1,0 +1,119 @@
+"""From a file to a validated Config, with errors an operator can act on: where, what, and how to mend it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from extproc.config.schema import Config, Policy
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message has one line per fault."""
+
+
+def load(path: Path) -> Config:
+    """Read and validate the file at `path`. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    config = parse(text, source=str(path))
+    return _with_absolute_files(config, path.resolve().parent)
+
+
+def parse(text: str, *, source: str = "config") -> Config:
+    """Validate YAML text. Raises ConfigError."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source}: expected a mapping with `pools:` at the top, found {type(document).__name__}")
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
+    _check_policies(config, source)
+    return config
+
+
+def presets() -> dict[str, Policy]:
+    """The policies that ship with Pointsman, by the name a pool's `policy` uses."""
+    return dict(_presets())
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy a pool names or spells out. Raises KeyError for an unknown preset."""
+    return policy if isinstance(policy, Policy) else _presets()[policy]
+
+
+@cache
+def _presets() -> dict[str, Policy]:
+    folder = resources.files("extproc.config").joinpath("presets")
+    return {
+        file.name.removesuffix(".yaml"): Policy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".yaml")
+    }
+
+
+def _explain(error: ValidationError) -> list[str]:
+    return [f"{_path(fault['loc'])}: {_sentence(fault)}" for fault in error.errors()]
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`pools[0].endpoints.static` from pydantic's tuple; the names of union members are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in {"str", "Policy"}:
+            path += f".{part}" if path else part
+    return path or "top level"
+
+
+_FIXES = {
+    "extra_forbidden": "unknown key; see `pointsman check --schema` for what there is",
+    "missing": "required, but not given",
+}
+
+
+def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a TypedDict only in its stubs
+    if fault["type"] in _FIXES:
+        return _FIXES[fault["type"]]
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    given = fault.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+    return f"{message}{shown}"
+
+
+def _check_policies(config: Config, source: str) -> None:
+    # Built once here so that a bad scorer name is found when the file is read, not when the first request comes.
+    from extproc.config.generations import build_policy
+
+    for position, pool in enumerate(config.pools):
+        try:
+            build_policy(pool)
+        except (KeyError, ValueError) as error:
+            known = ", ".join(sorted(_presets()))
+            what = f"no preset {error}; there are: {known}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{source}: pools[{position}].policy: {what}") from error
+
+
+def _with_absolute_files(config: Config, folder: Path) -> Config:
+    """Resolve file names against the config file's folder, so that the working directory does not matter."""
+    pools = tuple(
+        pool
+        if pool.endpoints.file is None
+        else pool.model_copy(
+            update={"endpoints": pool.endpoints.model_copy(update={"file": folder / pool.endpoints.file})}
+        )
+        for pool in config.pools
+    )
+    return config.model_copy(update={"pools": pools})

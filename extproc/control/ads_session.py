@@ -1,0 +1,194 @@
+"""One Envoy's xDS stream as a pure state machine: requests and snapshots go in, the responses to send come out.
+
+Not here: bytes, sockets and who listens (xds.py). It speaks clusters (CDS) and their addresses (EDS) only; listeners
+and routes are the bootstrap's and are never answered.
+
+Rejected: delta xDS. A fleet is a few kilobytes, and a list that says everything cannot drift. Rejected: a queue of
+snapshots. Only the newest matters to an Envoy that was slow, so each type has one response in flight and the next is
+made from whatever is newest by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+CDS = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
+EDS = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+
+Addresses: TypeAlias = frozenset[str]
+Resources: TypeAlias = dict[str, bytes | Addresses]
+"""By cluster name: a serialized Cluster, or the addresses of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What every Envoy should know. Never changed once published."""
+
+    version: str
+    clusters: Mapping[str, bytes]
+    assignments: Mapping[str, Addresses]
+
+    def addresses(self, cluster: str) -> Addresses | None:
+        """The addresses of a cluster; none yet are an answer too, else Envoy would wait for the cluster to warm."""
+        return self.assignments.get(cluster, frozenset() if cluster in self.clusters else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A DiscoveryRequest, as far as it matters here."""
+
+    type_url: str
+    names: frozenset[str] = frozenset()
+    nonce: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A DiscoveryResponse to send."""
+
+    type_url: str
+    version: str
+    nonce: str
+    resources: Resources
+
+
+@dataclass(slots=True)
+class _Subscription:
+    names: frozenset[str]
+    nonce: str = ""
+    sent: Resources | None = None
+    """In flight until it is answered."""
+    held: Resources | None = None
+    """What the Envoy has acknowledged."""
+    refused: Resources = field(default_factory=dict)
+    """What it has not, and what is not offered again until it has changed."""
+    owed: set[str] = field(default_factory=set)
+    """What must be sent although it is held."""
+
+    def forget_all_but(self, names: frozenset[str]) -> None:
+        self.names = names
+        self.held = {name: value for name, value in (self.held or {}).items() if name in names}
+
+
+class AdsSession:
+    """What one Envoy asked for, was sent and has acknowledged."""
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+        self._clusters: _Subscription | None = None
+        self._addresses: _Subscription | None = None
+        self._nonces = 0
+
+    def offer(self, snapshot: Snapshot) -> list[Response]:
+        """Take a newer snapshot; return what to send now."""
+        self._snapshot = snapshot
+        return self._due()
+
+    def receive(self, request: Request) -> list[Response]:
+        """Take a request (a subscription, an ACK or a NACK); return what to send now."""
+        if request.type_url == CDS:
+            self._clusters = self._clusters or _Subscription(request.names)
+            self._clusters_asked(self._clusters, request)
+        elif request.type_url == EDS:
+            self._addresses = self._addresses or _Subscription(request.names)
+            self._addresses_asked(self._addresses, request)
+        return self._due()
+
+    def vouched(self, cluster: str) -> Addresses | None:
+        """The addresses this Envoy is known to have for a cluster; None while it has no say.
+
+        Until its first acknowledgement it vouches for what it was sent first. An Envoy that comes back to us has its
+        addresses still, and nobody's requests may pause for one that is just arriving.
+        """
+        if self._addresses is None:
+            return None
+        for known in (self._addresses.held, self._addresses.sent):
+            addresses = (known or {}).get(cluster)
+            if isinstance(addresses, frozenset):
+                return addresses
+        return None
+
+    def _clusters_asked(self, subscription: _Subscription, request: Request) -> None:
+        if not _is_current(subscription, request) or subscription.sent is None:
+            return
+        answered, subscription.sent = subscription.sent, None
+        if request.error is None:
+            subscription.held, subscription.refused = answered, {}
+        else:
+            subscription.refused = answered
+
+    def _addresses_asked(self, subscription: _Subscription, request: Request) -> None:
+        if not _is_current(subscription, request):
+            return
+        if subscription.sent is not None:
+            self._addresses_answered(subscription, refused=request.error is not None)
+        elif request.nonce and request.names == subscription.names:
+            # the same question again: a cluster warms anew and waits for addresses that we think it has
+            subscription.owed.update(request.names)
+        subscription.forget_all_but(request.names)
+
+    def _addresses_answered(self, subscription: _Subscription, *, refused: bool) -> None:
+        answered, subscription.sent = subscription.sent or {}, None
+        if refused:
+            subscription.refused.update(answered)
+            return
+        subscription.held = {**(subscription.held or {}), **answered}
+        subscription.refused = {k: v for k, v in subscription.refused.items() if k not in answered}
+
+    def _due(self) -> list[Response]:
+        """Clusters before their addresses: make before break."""
+        if self._snapshot is None:
+            return []
+        responses = []
+        if clusters := self._clusters_due(self._snapshot):
+            responses.append(clusters)
+        if addresses := self._addresses_due(self._snapshot):
+            responses.append(addresses)
+        return responses
+
+    def _clusters_due(self, snapshot: Snapshot) -> Response | None:
+        subscription = self._clusters
+        if subscription is None or subscription.sent is not None:
+            return None
+        wanted: Resources = {
+            name: cluster
+            for name, cluster in snapshot.clusters.items()
+            if not subscription.names or name in subscription.names
+        }
+        if wanted == subscription.held or (subscription.refused and wanted == subscription.refused):
+            return None
+        self._owe_addresses(wanted, subscription.held or {})
+        return self._send(CDS, subscription, wanted)
+
+    def _owe_addresses(self, wanted: Resources, held: Resources) -> None:
+        # a cluster that changes warms anew, and stays out until it has been sent its addresses again
+        if self._addresses is not None:
+            self._addresses.owed.update(name for name, cluster in wanted.items() if held.get(name, cluster) != cluster)
+
+    def _addresses_due(self, snapshot: Snapshot) -> Response | None:
+        subscription = self._addresses
+        if subscription is None or subscription.sent is not None:
+            return None
+        held = subscription.held or {}
+        news: Resources = {}
+        for name in subscription.names:
+            addresses = snapshot.addresses(name)
+            unheard = addresses not in (held.get(name), subscription.refused.get(name))
+            if addresses is not None and (unheard or name in subscription.owed):
+                news[name] = addresses
+        subscription.owed -= news.keys()
+        return self._send(EDS, subscription, news) if news else None
+
+    def _send(self, type_url: str, subscription: _Subscription, resources: Resources) -> Response:
+        self._nonces += 1
+        subscription.nonce, subscription.sent = str(self._nonces), resources
+        version = self._snapshot.version if self._snapshot else ""
+        return Response(type_url, version, subscription.nonce, resources)
+
+
+def _is_current(subscription: _Subscription, request: Request) -> bool:
+    """Whether it speaks of the newest response. One overtaken by a newer response is followed by another request."""
+    return request.nonce == subscription.nonce

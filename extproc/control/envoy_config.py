@@ -1,0 +1,98 @@
+"""Envoy configuration, generated from ours: a whole bootstrap, or the parts for an Envoy somebody else runs.
+
+Not here: what changes while we run (xds.py), and the parts themselves (listener.py, clusters.py and their like).
+
+Rejected: templates of YAML text. Every setting here was measured to matter, and a typed message is checked by mypy
+before Envoy sees it. Importing this module costs about a second: import it lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import betterproto2
+import yaml
+
+from extproc.config.schema import Config
+from extproc.control import envoy_types as envoy
+from extproc.control.access_logs import request_log
+from extproc.control.clusters import (
+    load_assignment,
+    own_pool_clusters,
+    pointsman_cluster,
+    pool_cluster,
+    xds_source,
+)
+from extproc.control.listener import header_stripping, http_filters, http_settings, listener, listener_settings
+from extproc.control.local_replies import local_replies
+from extproc.control.routes import virtual_host
+
+__all__ = ["Sections", "bootstrap", "filters", "load_assignment", "own_pool_clusters", "pool_cluster", "to_yaml"]
+
+Sections: TypeAlias = Mapping[str, betterproto2.Message | Sequence[betterproto2.Message]]
+"""Parts of an Envoy configuration by the name of the field they belong in."""
+
+
+def bootstrap(
+    config: Config, *, admin_socket: str | None = None, node_id: str = "pointsman", node_cluster: str = "pointsman"
+) -> envoy.Bootstrap:
+    """All that an Envoy of ours is started with; pools and their addresses follow by xDS.
+
+    `admin_socket` is a path for Envoy's admin interface; without one there is none.
+    """
+    return envoy.Bootstrap(
+        # xDS refuses to start unless both are set
+        node=envoy.Node(id=node_id, cluster=node_cluster),
+        admin=_admin(admin_socket) if admin_socket else None,
+        static_resources=envoy.BootstrapStaticResources(
+            listeners=[listener(config)], clusters=[pointsman_cluster(config)]
+        ),
+        dynamic_resources=_dynamic_resources(),
+    )
+
+
+def filters(config: Config) -> Sections:
+    """The parts for an Envoy with a control plane of its own.
+
+    Each key names the field it goes into: `listener` and `http_connection_manager` hold settings to merge into those,
+    `virtual_host` goes among the route configuration's, `clusters` into static_resources, and the rest into the HTTP
+    connection manager. Pool clusters ask us for their addresses on a stream of their own, so the Envoy's ADS stays
+    untouched.
+    """
+    return {
+        "listener": listener_settings(config),
+        "http_connection_manager": http_settings(config),
+        "early_header_mutation_extensions": [header_stripping()],
+        "http_filters": http_filters(),
+        "virtual_host": virtual_host(config),
+        "local_reply_config": local_replies(),
+        "access_log": [request_log()],
+        "clusters": [pointsman_cluster(config), *own_pool_clusters(config, via="own_stream")],
+    }
+
+
+def to_yaml(parts: betterproto2.Message | Sections) -> str:
+    """YAML as Envoy reads it."""
+    return yaml.safe_dump(_plain(parts), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(parts: object) -> Any:  # noqa: ANN401 - JSON-like data of any shape
+    if isinstance(parts, betterproto2.Message):
+        return parts.to_dict(casing=betterproto2.Casing.SNAKE)
+    if isinstance(parts, Mapping):
+        return {key: _plain(value) for key, value in parts.items()}
+    if isinstance(parts, Sequence):
+        return [_plain(part) for part in parts]
+    raise TypeError(f"{type(parts).__name__} is no part of an Envoy configuration")
+
+
+def _admin(socket: str) -> envoy.Admin:
+    return envoy.Admin(address=envoy.Address(pipe=envoy.Pipe(path=socket)))
+
+
+def _dynamic_resources() -> envoy.BootstrapDynamicResources:
+    return envoy.BootstrapDynamicResources(
+        ads_config=xds_source(),
+        cds_config=envoy.ConfigSource(ads=envoy.AggregatedConfigSource(), resource_api_version=envoy.ApiVersion.V3),
+    )

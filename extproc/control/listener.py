@@ -1,0 +1,209 @@
+"""The listener: the HTTP connection manager and its filters, in the order a request meets them.
+
+Not here: routes.py, local_replies.py, access_logs.py, which this puts together.
+
+Rejected: ext_proc as an upstream filter. In Envoy 1.40 a message above 1 MiB there crashes the process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from extproc.config.schema import Config
+from extproc.control import envoy_types as envoy
+from extproc.control.access_logs import FIRST_CHOICE, REQUEST_ID, request_log, upstream_log
+from extproc.control.clusters import (
+    DESTINATION,
+    LB_NAMESPACE,
+    SERVED,
+    http2,
+    pointsman_grpc_service,
+    socket_address,
+)
+from extproc.control.local_replies import local_replies
+from extproc.control.routes import CLUSTER_HEADER, METADATA, route_configuration
+
+USAGE_NAMESPACE = "pointsman.usage"
+
+_STRIPPED = (
+    DESTINATION,
+    f"{DESTINATION}-subset",
+    SERVED,
+    CLUSTER_HEADER,
+    FIRST_CHOICE,
+    "x-pointsman-model",
+    "x-pointsman-parent",
+    REQUEST_ID,
+    "x-pointsman-decision",
+    "x-pointsman-tenant",
+)
+_FORWARDED = (
+    ":method",
+    ":path",
+    ":authority",
+    "content-type",
+    "content-length",
+    "content-encoding",
+    "x-session-id",
+    "x-request-id",
+    "x-vllm-priority",
+)
+_FORWARDED_PREFIXES = ("x-pointsman-", "x-gateway-")
+_HOLD = timedelta(seconds=600)
+"""Longer than any request waits for its decision: the deadline is ours to keep and to answer for."""
+
+
+def listener(config: Config) -> envoy.Listener:
+    """The public listener."""
+    manager = envoy.Filter(
+        name="envoy.filters.network.http_connection_manager",
+        typed_config=envoy.pack(http_connection_manager(config)),
+    )
+    public = listener_settings(config)
+    public.name = "pointsman"
+    public.address = socket_address(config.listen.http)
+    public.filter_chains = [envoy.FilterChain(filters=[manager])]
+    return public
+
+
+def listener_settings(config: Config) -> envoy.Listener:
+    """What we need of any listener."""
+    # the routes' limit alone is not enough: without this one HTTP/1 bodies of 31 MiB were refused
+    return envoy.Listener(per_connection_buffer_limit_bytes=config.limits.request_body_bytes)
+
+
+def http_connection_manager(config: Config) -> envoy.HttpConnectionManager:
+    """Everything between a client's connection and the routes."""
+    manager = http_settings(config)
+    manager.stat_prefix = "pointsman"
+    manager.route_config = route_configuration(config)
+    manager.http_filters = http_filters()
+    manager.access_log = [request_log()]
+    manager.early_header_mutation_extensions = [header_stripping()]
+    manager.local_reply_config = local_replies()
+    return manager
+
+
+def http_settings(config: Config) -> envoy.HttpConnectionManager:
+    """What we need of any HTTP connection manager beside its filters, routes and logs."""
+    manager = envoy.HttpConnectionManager(
+        http2_protocol_options=http2(config, max_concurrent_streams=1024),
+        use_remote_address=True,
+        generate_request_id=True,
+        # the engine's own server header is part of its answer
+        server_header_transformation=envoy.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+    )
+    _set_timeouts(manager, config)
+    _set_path_rules(manager)
+    return manager
+
+
+def http_filters() -> list[envoy.HttpFilter]:
+    """Usage extraction, ext_proc, router. Responses meet them in the opposite order."""
+    return [_usage_filter(), _ext_proc_filter(), _router_filter()]
+
+
+def header_stripping() -> envoy.TypedExtensionConfig:
+    """Removes, before anything else reads them, the headers by which a client could choose its own endpoint."""
+    return envoy.extension(
+        "envoy.http.early_header_mutation.header_mutation",
+        envoy.EarlyHeaderMutation(mutations=[envoy.HeaderMutation(remove=name) for name in _STRIPPED]),
+    )
+
+
+def _set_timeouts(manager: envoy.HttpConnectionManager, config: Config) -> None:
+    # counts while a request waits for its decision too: the undecided route has no idle timeout of its own
+    manager.stream_idle_timeout = timedelta(seconds=config.timeouts.stream_idle_s)
+    manager.request_headers_timeout = timedelta(seconds=10)
+    # a cut HTTP/1 stream reaches the client only after this; the default is a second
+    manager.delayed_close_timeout = timedelta(milliseconds=50)
+
+
+def _set_path_rules(manager: envoy.HttpConnectionManager) -> None:
+    # the path we judge must be the path the engine sees: /v1/../sleep is not a chat request
+    manager.normalize_path = True
+    manager.merge_slashes = True
+    manager.path_with_escaped_slashes_action = (
+        envoy.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD
+    )
+
+
+def _usage_filter() -> envoy.HttpFilter:
+    """Token usage from the answer into typed metadata.
+
+    Rejected: json_to_metadata. It holds a JSON answer whole and turns one above the buffer limit into a 500; this
+    filter only looks on. Without the protocol named, answers of /v1/completions are not recognised; with it those of
+    the Responses, Messages and embeddings APIs are read as well.
+    """
+    return envoy.HttpFilter(
+        name="envoy.filters.http.ai_protocol_manager",
+        typed_config=envoy.pack_untyped(
+            "envoy.extensions.filters.http.ai_protocol_manager.v3.AiProtocolManager",
+            {
+                "response_handling": {
+                    "token_usage": {
+                        "include_unconfigured_routes": True,
+                        "default_llm_protocol": "OPENAI_CHAT_COMPLETIONS",
+                        "metadata_namespace": USAGE_NAMESPACE,
+                    }
+                }
+            },
+        ),
+    )
+
+
+def _ext_proc_filter() -> envoy.HttpFilter:
+    return envoy.HttpFilter(
+        name="envoy.filters.http.ext_proc",
+        typed_config=envoy.pack(
+            envoy.ExternalProcessor(
+                grpc_service=pointsman_grpc_service(),
+                processing_mode=_processing_mode(),
+                # running answers must survive our death; the undecided route fails new requests closed
+                failure_mode_allow=True,
+                message_timeout=_HOLD,
+                # without these two, routing headers and x-envoy-* timeouts from us are dropped in silence
+                mutation_rules=envoy.HeaderMutationRules(allow_all_routing=True, allow_envoy=True),
+                forward_rules=envoy.HeaderForwardingRules(allowed_headers=_forwarded_headers()),
+                metadata_options=envoy.MetadataOptions(
+                    receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, METADATA])
+                ),
+            )
+        ),
+    )
+
+
+def _processing_mode() -> envoy.ProcessingMode:
+    send, skip = envoy.ProcessingModeHeaderSendMode.SEND, envoy.ProcessingModeHeaderSendMode.SKIP
+    return envoy.ProcessingMode(
+        request_header_mode=send,
+        request_body_mode=envoy.ProcessingModeBodySendMode.BUFFERED,
+        request_trailer_mode=skip,
+        response_header_mode=skip,
+        response_body_mode=envoy.ProcessingModeBodySendMode.NONE,
+        # engines send no trailers, so this costs nothing; but it keeps our stream open until the answer ends, which
+        # makes the stream itself the count of requests in flight
+        response_trailer_mode=send,
+    )
+
+
+def _forwarded_headers() -> envoy.ListStringMatcher:
+    exact = [envoy.StringMatcher(exact=name) for name in _FORWARDED]
+    return envoy.ListStringMatcher(
+        patterns=exact + [envoy.StringMatcher(prefix=prefix) for prefix in _FORWARDED_PREFIXES]
+    )
+
+
+def _router_filter() -> envoy.HttpFilter:
+    return envoy.HttpFilter(
+        name="envoy.filters.http.router",
+        typed_config=envoy.pack(
+            envoy.Router(
+                # drops x-envoy-upstream-service-time and its kind from answers; x-envoy-* timeouts from us still count
+                suppress_envoy_headers=True,
+                upstream_log=[upstream_log()],
+                # tells of another address at once, not when its answer has ended
+                upstream_log_options=envoy.RouterUpstreamAccessLogOptions(flush_upstream_log_on_upstream_stream=True),
+            )
+        ),
+    )

@@ -1,0 +1,103 @@
+"""What a client sees when Envoy itself answers: the same JSON error shape as from us and from the engines.
+
+Not here: our own refusals. They pass through the same rewriting in Envoy and must come out byte for byte as we wrote
+them, so every rule below starts by telling Envoy's answers from ours.
+
+Rejected: one rule for all with Envoy's text as the message. That text is empty for some answers and speaks of resets
+and flags in others; a client's developer needs to know whether to send less, to wait, or to look at the engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from extproc.control import envoy_types as envoy
+from extproc.control.access_logs import cel_filter
+
+OWN_DETAILS = "pointsman"
+"""Our immediate answers' `details` begin with this or are empty; that is how these rules know to leave them alone."""
+RETRY_AFTER_S = 1
+
+# an immediate answer without details is ours too: Envoy always gives its own a reason
+_BY_ENVOY = (
+    "response.code_details != ''"
+    f" && !response.code_details.startsWith('{OWN_DETAILS}')"
+    " && response.code_details != 'direct_response'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    when: str
+    type: str
+    code: str
+    message: str
+    retry: bool = False
+
+
+_KINDS = (
+    _Kind(
+        "response.code == 413",
+        "invalid_request_error",
+        "body_too_large",
+        "The request body is larger than this gateway accepts.",
+    ),
+    _Kind(
+        "response.code == 408",
+        "invalid_request_error",
+        "request_timeout",
+        "The request did not arrive completely in time.",
+    ),
+    _Kind(
+        "response.code == 503",
+        "server_error",
+        "upstream_unavailable",
+        "No model server could take the request (%RESPONSE_CODE_DETAILS%). Try again shortly.",
+        retry=True,
+    ),
+    _Kind(
+        "response.code == 504",
+        "server_error",
+        "upstream_timeout",
+        "The model server did not answer in time (%RESPONSE_CODE_DETAILS%).",
+    ),
+    _Kind(
+        "response.code < 500",
+        "invalid_request_error",
+        "bad_request",
+        "The gateway could not accept the request (%RESPONSE_CODE_DETAILS%).",
+    ),
+    _Kind(
+        "response.code >= 500",
+        "server_error",
+        "gateway_error",
+        "The gateway could not complete the request (%RESPONSE_CODE_DETAILS%).",
+    ),
+)
+
+
+def local_replies() -> envoy.LocalReplyConfig:
+    """Rules for Envoy's own answers, first match wins; what matches none is passed on as it is."""
+    return envoy.LocalReplyConfig(mappers=[_mapper(kind) for kind in _KINDS])
+
+
+def error_fields(kind_type: str, code: str, message: str) -> dict[str, dict[str, str | None]]:
+    """An error in the shape OpenAI clients parse."""
+    return {"error": {"message": message, "type": kind_type, "param": None, "code": code}}
+
+
+def set_header(name: str, value: str) -> envoy.HeaderValueOption:
+    """A header that replaces whatever stood there and is left out where its value comes out empty."""
+    return envoy.HeaderValueOption(
+        header=envoy.HeaderValue(key=name, value=value),
+        append_action=envoy.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def _mapper(kind: _Kind) -> envoy.ResponseMapper:
+    body = envoy.Struct.from_dict(error_fields(kind.type, kind.code, kind.message))
+    return envoy.ResponseMapper(
+        filter=cel_filter(f"{_BY_ENVOY} && {kind.when}"),
+        body_format_override=envoy.SubstitutionFormatString(json_format=body, content_type="application/json"),
+        headers_to_add=[set_header("retry-after", str(RETRY_AFTER_S))] if kind.retry else [],
+    )

@@ -1,0 +1,96 @@
+"""Routes: one for requests we have decided, one for all others.
+
+Not here: where a decided request goes; the header we set names the cluster.
+
+Rejected: failing closed in the ext_proc filter itself (`failure_mode_allow: false`). That cuts every running answer
+when our process dies. With the filter open and the undecided route answering 503, new requests fail and old ones live
+on.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from extproc.config.schema import Config
+from extproc.control import envoy_types as envoy
+from extproc.control.local_replies import RETRY_AFTER_S, error_fields, set_header
+
+CLUSTER_HEADER = "x-pointsman-cluster"
+METADATA = "pointsman"
+
+_RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"
+_RESPONSE_HEADERS = {
+    "request_id": ("x-pointsman-request-id", f"%DYNAMIC_METADATA({METADATA}:request_id)%"),
+    # who served, not who was picked first
+    "endpoint": ("x-pointsman-endpoint", "%UPSTREAM_REMOTE_ADDRESS%"),
+    "model": ("x-pointsman-model", f"%DYNAMIC_METADATA({METADATA}:model)%"),
+}
+_UNDECIDED = error_fields("server_error", "router_unavailable", "No routing decision is available. Try again shortly.")
+
+
+def route_configuration(config: Config) -> envoy.RouteConfiguration:
+    """Our routes under one virtual host for every authority."""
+    return envoy.RouteConfiguration(name="pointsman", virtual_hosts=[virtual_host(config)])
+
+
+def virtual_host(config: Config) -> envoy.VirtualHost:
+    """The two routes and the headers that clients see."""
+    return envoy.VirtualHost(
+        name="pointsman",
+        domains=["*"],
+        routes=[_decided_route(config), _undecided_route(config)],
+        # the upstream log's filter and its entries need to know which attempt they speak of
+        include_request_attempt_count=True,
+        response_headers_to_add=[set_header(*_RESPONSE_HEADERS[name]) for name in config.wire.response_headers],
+    )
+
+
+def _decided_route(config: Config) -> envoy.Route:
+    return envoy.Route(
+        name="decided",
+        match=envoy.RouteMatch(prefix="/", headers=[envoy.HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]),
+        request_body_buffer_limit=config.limits.request_body_bytes,
+        route=envoy.RouteAction(
+            cluster_header=CLUSTER_HEADER,
+            # a total time limit would cut long answers; silence for idle_timeout ends a stream instead
+            timeout=timedelta(0),
+            idle_timeout=timedelta(seconds=config.timeouts.stream_idle_s),
+            retry_policy=_retry_policy(config),
+        ),
+    )
+
+
+def _undecided_route(config: Config) -> envoy.Route:
+    return envoy.Route(
+        name="undecided",
+        match=envoy.RouteMatch(prefix="/"),
+        # every request matches here first, while its body arrives: this is the limit that counts
+        request_body_buffer_limit=config.limits.request_body_bytes,
+        direct_response=envoy.DirectResponseAction(
+            status=503, body=envoy.DataSource(inline_string=json.dumps(_UNDECIDED))
+        ),
+        response_headers_to_add=[
+            set_header("content-type", "application/json"),
+            set_header("retry-after", str(RETRY_AFTER_S)),
+        ],
+    )
+
+
+def _retry_policy(config: Config) -> envoy.RetryPolicy:
+    return envoy.RetryPolicy(
+        retry_on=_RETRY_ON,
+        retriable_status_codes=list(config.retries.statuses),
+        num_retries=config.retries.attempts,
+        retry_back_off=envoy.RetryPolicyRetryBackOff(
+            base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
+        ),
+        # matters once our list is used up: the fallback must not choose the host that just failed
+        retry_host_predicate=[
+            envoy.RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts",
+                typed_config=envoy.pack(envoy.PreviousHostsPredicate()),
+            )
+        ],
+        host_selection_retry_max_attempts=5,
+    )

@@ -1,0 +1,130 @@
+"""Where endpoints come from: the config itself, or a file that is watched.
+
+A file is a YAML or JSON list of `IP:port` (or a mapping with such a list under `endpoints`). It is read whole again
+whenever its folder changes, so an atomic rename and a mounted ConfigMap's symlink swap both work. A file that cannot
+be read keeps the last good list, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import watchfiles
+import yaml
+
+from extproc.config.schema import Pool, check_address
+
+log = structlog.get_logger(__name__)
+
+
+class DiscoveryEvents(Protocol):
+    """Who counts discovery's reads."""
+
+    def discovered(self, pool: str, *, ok: bool) -> None:
+        """A source was read."""
+
+
+class BadEndpoints(Exception):
+    """The source's content is not a list of endpoints."""
+
+
+def parse_endpoints(text: str | None) -> list[str]:
+    """Addresses from a file's text (None: it could not be read). Raises BadEndpoints."""
+    if text is None:
+        raise BadEndpoints("cannot be read")
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise BadEndpoints(f"not YAML or JSON: {error}") from error
+    if isinstance(document, dict):
+        document = document.get("endpoints")
+    if not isinstance(document, list) or not all(isinstance(address, str) for address in document):
+        raise BadEndpoints("expected a list of IP:port, or a mapping with one under `endpoints`")
+    try:
+        return list(dict.fromkeys(check_address(address) for address in document))
+    except ValueError as error:
+        raise BadEndpoints(str(error)) from error
+
+
+class Discovery:
+    """Follows every pool's source and reports each list to `report(pool, addresses)`."""
+
+    def __init__(self, report: Callable[[str, list[str]], None], events: DiscoveryEvents) -> None:
+        self._report = report
+        self._events = events
+        self._tasks: dict[str, tuple[Pool, asyncio.Task[None]]] = {}
+
+    def configure(self, pools: tuple[Pool, ...]) -> None:
+        """Follow exactly these pools; a pool whose source is unchanged is left alone."""
+        by_name = {pool.name: pool for pool in pools}
+        for name, (pool, task) in list(self._tasks.items()):
+            if name not in by_name or by_name[name].endpoints != pool.endpoints:
+                task.cancel()
+                del self._tasks[name]
+        for name, pool in by_name.items():
+            if pool.endpoints.static is not None:
+                self._report(name, list(pool.endpoints.static))
+                self._events.discovered(name, ok=True)
+            elif name not in self._tasks:
+                self._tasks[name] = (pool, asyncio.create_task(self._follow(pool), name=f"discovery {name}"))
+
+    async def close(self) -> None:
+        """Stop following."""
+        tasks = [task for _, task in self._tasks.values()]
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, pool: Pool) -> None:
+        file = pool.endpoints.file
+        if file is None:
+            raise AssertionError("only file sources are followed")
+        await follow_file(file, lambda text: self._read(pool.name, file, text))
+
+    def _read(self, pool: str, file: Path, text: str | None) -> None:
+        try:
+            addresses = parse_endpoints(text)
+        except BadEndpoints as error:
+            log.warning(
+                "endpoints file ignored, keeping the last good list", pool=pool, file=str(file), error=str(error)
+            )
+            self._events.discovered(pool, ok=False)
+            return
+        self._events.discovered(pool, ok=True)
+        self._report(pool, addresses)
+
+
+_RETRY_S = 1.0
+"""How soon a folder that cannot be watched (not there yet) is tried again."""
+
+
+async def follow_file(file: Path, on_text: Callable[[str | None], None]) -> None:
+    """Call `on_text` with the file's text now and whenever it has changed; None when it cannot be read."""
+    last: str | None = None
+    first = True
+    while True:
+        text = await asyncio.to_thread(_text, file)
+        if first or text != last:
+            on_text(text)
+        first, last = False, text
+        try:
+            async for _ in watchfiles.awatch(file.parent, recursive=False, debounce=50, step=20, yield_on_timeout=True):
+                text = await asyncio.to_thread(_text, file)
+                if text != last:
+                    last = text
+                    on_text(text)
+        except (OSError, RuntimeError) as error:  # watchfiles' way to say that the folder is not there
+            log.debug("cannot watch", folder=str(file.parent), error=str(error))
+            await asyncio.sleep(_RETRY_S)
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,284 @@
+"""The fleet: which endpoints there are, what they may do, and what Envoy must know of them.
+
+Single writer of FleetState's life-cycle, model and scraped columns. It takes what discovery, probes, scrapes, access
+logs and Envoy's acknowledgements say, and answers with the assignments that xDS should publish. It does no I/O and
+starts no task: the watchers (watchers.py) and discovery call it.
+
+    listed -> published to Envoy -> acknowledged by every Envoy -> may be picked
+    gone   -> no longer picked    -> after a grace no longer published -> slot freed when nothing runs on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from extproc.config.generations import Generation, build_policy
+from extproc.config.loading import policy_of
+from extproc.config.schema import Pool
+from policies.fleet_state import FleetState, TooManyEndpoints
+from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
+from policies.placement.placement import Placement
+from policies.placement.prefix_index import PrefixIndex
+from vllm_adapters.health import Listing
+from vllm_adapters.metrics import EngineFigures
+
+log = structlog.get_logger(__name__)
+
+REMOVAL_GRACE_S = 1.0
+"""Between unpicking an endpoint and dropping it from Envoy: longer than any reply is under way to Envoy."""
+_ERROR_WEIGHT = 0.1
+"""Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
+
+
+class FleetEvents(Protocol):
+    """Who wants to know of changes in the fleet."""
+
+    def endpoint_changed(self, address: str, before: State, after: State) -> None:
+        """An endpoint entered another state."""
+
+    def endpoint_gone(self, address: str) -> None:
+        """An endpoint's slot was freed; its series can go."""
+
+    def endpoint_restarted(self, address: str) -> None:
+        """An engine restarted: its cache is empty."""
+
+    def endpoint_refused(self, pool: str) -> None:
+        """An endpoint was not taken, since the fleet is at its bound."""
+
+
+class _Member:
+    """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
+
+    __slots__ = ("address", "leaving", "lifecycle", "pools", "slot", "started_at_s")
+
+    def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
+        self.address = address
+        self.slot = slot
+        self.lifecycle = lifecycle
+        self.pools: set[str] = set()
+        self.leaving: dict[str, float] = {}  # pool -> when it stops being published
+        self.started_at_s: float | None = None
+
+
+class Fleet:
+    """All endpoints of all pools. `on_assignments` is called whenever what Envoy should know has changed."""
+
+    def __init__(
+        self,
+        state: FleetState,
+        events: FleetEvents,
+        clock: Callable[[], float],
+        on_assignments: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state = state
+        self.placements: dict[str, Placement] = {}
+        self._events = events
+        self._clock = clock
+        self.on_assignments = on_assignments
+        self._members: dict[str, _Member] = {}
+        self._pools: dict[str, Pool] = {}
+        self._synced: set[str] = set()
+        self._thresholds = Thresholds()
+
+    # -- configuration and discovery
+
+    def configure(self, generation: Generation) -> None:
+        """Take a new generation: pools come and go, policies change, indexes and counts stay."""
+        config = generation.config
+        self._thresholds = Thresholds(config.probe.failed_probes, config.probe.failed_requests)
+        for member in self._members.values():
+            member.lifecycle.thresholds = self._thresholds
+        for pool in config.pools:
+            self._configure_pool(pool)
+        for name in set(self._pools) - {pool.name for pool in config.pools}:
+            self.set_endpoints(name, ())
+            del self.placements[name], self._pools[name]
+            self._synced.discard(name)
+        self.on_assignments()
+
+    def _configure_pool(self, pool: Pool) -> None:
+        placement = self.placements.get(pool.name)
+        if placement is None or self._pools[pool.name] != pool:
+            index = placement.index if placement else PrefixIndex(pool.kv_capacity_tokens)
+            index.default_capacity_tokens = pool.kv_capacity_tokens
+            fresh = Placement(pool.name, build_policy(pool), index, filters=policy_of(pool.policy).filters)
+            if placement is not None:
+                fresh.members = placement.members
+            self.placements[pool.name] = fresh
+        self._pools[pool.name] = pool
+
+    def set_endpoints(self, pool: str, addresses: Iterable[str]) -> None:
+        """What discovery lists for `pool` now. New ones start unprobed; missing ones are picked no more at once."""
+        wanted = set(addresses)
+        current = {m.address for m in self._members.values() if pool in m.pools}
+        for address in sorted(wanted - current):
+            self._join(pool, address)
+        for address in sorted(current - wanted):
+            self._leave(pool, address)
+        self._synced.add(pool)
+        self._refresh_members(pool)
+        if wanted != current:
+            log.info("endpoints changed", pool=pool, added=len(wanted - current), removed=len(current - wanted))
+        self.on_assignments()
+
+    def _join(self, pool: str, address: str) -> None:
+        member = self._members.get(address)
+        if member is None:
+            try:
+                slot = self.state.add(address)
+            except TooManyEndpoints as error:
+                log.warning("endpoint refused", address=address, pool=pool, error=str(error))
+                self._events.endpoint_refused(pool)
+                return
+            member = _Member(address, slot, Lifecycle(self._thresholds, since_s=self._clock()))
+            self._members[address] = member
+            self.state.state[slot] = member.lifecycle.state
+            self.state.kv_capacity_tokens[slot] = self._pools[pool].kv_capacity_tokens
+        member.pools.add(pool)
+        member.leaving.pop(pool, None)
+        self.placements[pool].index.set_capacity(member.slot, int(self.state.kv_capacity_tokens[member.slot]))
+        self._observe(member, Evidence.LISTED)
+
+    def _leave(self, pool: str, address: str) -> None:
+        member = self._members[address]
+        member.pools.discard(pool)
+        member.leaving[pool] = self._clock() + REMOVAL_GRACE_S
+        if not member.pools:
+            self._observe(member, Evidence.REMOVED)
+
+    def _refresh_members(self, pool: str) -> None:
+        self.placements[pool].set_members(m.slot for m in self._members.values() if pool in m.pools)
+
+    @property
+    def synced(self) -> bool:
+        """Every pool's discovery has reported once."""
+        return bool(self._pools) and self._synced >= set(self._pools)
+
+    # -- what Envoy knows
+
+    def assignments(self) -> dict[str, frozenset[str]]:
+        """Cluster -> addresses Envoy should know: members, and leavers within their grace.
+
+        A pool whose discovery has not reported yet is left out, so that a restart never empties an Envoy's cluster.
+        """
+        return {
+            pool.cluster_name: frozenset(
+                m.address for m in self._members.values() if name in m.pools or name in m.leaving
+            )
+            for name, pool in self._pools.items()
+            if pool.cluster is None and name in self._synced
+        }
+
+    def acknowledged(self, by_cluster: Mapping[str, frozenset[str]]) -> None:
+        """The addresses that every connected Envoy has acknowledged, per cluster of ours."""
+        for member in self._members.values():
+            self.state.routable[member.slot] = all(
+                self._pools[pool].cluster is not None
+                or member.address in by_cluster.get(self._pools[pool].cluster_name, frozenset())
+                for pool in member.pools
+            )
+
+    def tick(self) -> None:
+        """Let go of leavers whose grace is over. Called a few times a second."""
+        now_s = self._clock()
+        published_less = False
+        for member in list(self._members.values()):
+            for pool in [pool for pool, until in member.leaving.items() if until <= now_s]:
+                del member.leaving[pool]
+                published_less = True
+            if not member.pools and not member.leaving and self.state.remove(member.slot):
+                del self._members[member.address]
+                self._events.endpoint_gone(member.address)
+        if published_less:
+            self.on_assignments()
+
+    # -- evidence
+
+    def observe(self, address: str, evidence: Evidence) -> None:
+        """Something was seen of an endpoint; unknown addresses are ignored."""
+        member = self._members.get(address)
+        if member is None:
+            return
+        if evidence in (Evidence.SERVED, Evidence.FAILED):
+            ewma = self.state.error_ewma
+            ewma[member.slot] += _ERROR_WEIGHT * ((evidence is Evidence.FAILED) - ewma[member.slot])
+        self._observe(member, evidence)
+
+    def _observe(self, member: _Member, evidence: Evidence) -> None:
+        before = member.lifecycle.state
+        if member.lifecycle.observe(evidence, self._clock()):
+            after = member.lifecycle.state
+            self.state.state[member.slot] = after
+            self._events.endpoint_changed(member.address, before, after)
+            log.info(
+                "endpoint state", endpoint=member.address, before=before.name, after=after.name,
+                reason=member.lifecycle.reason,
+            )  # fmt: skip
+
+    def listed_models(self, address: str, listing: Listing) -> None:
+        """An endpoint answered its model list."""
+        member = self._members.get(address)
+        if member is not None:
+            self.state.set_models(member.slot, listing.models)
+            self.state.context_tokens[member.slot] = listing.context_tokens or 0
+            self._observe(member, Evidence.PROBE_OK)
+
+    def scraped(self, address: str, figures: EngineFigures) -> None:
+        """An endpoint's metrics were read."""
+        member = self._members.get(address)
+        if member is None:
+            return
+        state, slot = self.state, member.slot
+        state.waiting[slot] = figures.waiting or 0
+        state.running[slot] = figures.running or 0
+        state.kv_used[slot] = figures.kv_used or 0
+        state.observed_at_s[slot] = self._clock()
+        if figures.kv_capacity_tokens:
+            self._set_capacity(member, figures.kv_capacity_tokens)
+        self._note_restart(member, figures.started_at_s)
+
+    def _set_capacity(self, member: _Member, tokens: int) -> None:
+        if self.state.kv_capacity_tokens[member.slot] == tokens:
+            return
+        self.state.kv_capacity_tokens[member.slot] = tokens
+        for pool in member.pools:
+            self.placements[pool].index.set_capacity(member.slot, tokens)
+
+    def _note_restart(self, member: _Member, started_at_s: float | None) -> None:
+        if started_at_s is None or started_at_s == member.started_at_s:
+            return
+        if member.started_at_s is not None:
+            for pool in member.pools:
+                self.placements[pool].index.forget(member.slot)
+            self._events.endpoint_restarted(member.address)
+            log.info("engine restarted", endpoint=member.address)
+        member.started_at_s = started_at_s
+
+    # -- reading
+
+    def addresses(self) -> Iterator[str]:
+        """Every address worth watching: listed by at least one pool."""
+        return (member.address for member in self._members.values() if member.pools)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every endpoint with all its figures, for the admin API."""
+        now_s = self._clock()
+        return [self._describe(member, now_s) for member in self._members.values()]
+
+    def _describe(self, member: _Member, now_s: float) -> dict[str, Any]:
+        figures = self.state.snapshot(member.slot)
+        observed_at_s = figures.pop("observed_at_s")
+        return {
+            "endpoint": member.address,
+            "pools": sorted(member.pools),
+            "models": sorted(self.state.models(member.slot)),
+            **figures,
+            "state": member.lifecycle.state.name.lower(),
+            "state_reason": member.lifecycle.reason,
+            "state_since_s": round(now_s - member.lifecycle.since_s, 3),
+            "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
+            "indexed_tokens": {p: self.placements[p].index.held_tokens(member.slot) for p in sorted(member.pools)},
+        }

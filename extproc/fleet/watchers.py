@@ -1,0 +1,161 @@
+"""One watcher per endpoint: reads its metrics, asks for its models, tells the fleet.
+
+In the decision loop for now; the parsing is a few tens of microseconds per page. Two loops per endpoint, so that a
+slow model list does not make the load figures stale. Failures back off, and a probe that answers again wakes the
+scrape at once: a restarted engine must not wait out somebody's back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+import aiohttp
+import structlog
+
+from extproc.config.schema import Config
+from extproc.fleet.fleet import Fleet
+from policies.lifecycle import Evidence
+from vllm_adapters.health import MODELS_PATH, NotAListing, parse_models
+from vllm_adapters.metrics import NotMetrics, parse_metrics
+
+log = structlog.get_logger(__name__)
+
+_MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""Far above any engine's page (vLLM's is about 59 KB): what is larger is not one."""
+
+
+class WatchEvents(Protocol):
+    """Who counts scrapes and probes."""
+
+    def scraped(self, *, ok: bool) -> None:
+        """A scrape was tried."""
+
+    def probed(self, *, ok: bool) -> None:
+        """A probe was tried."""
+
+
+class Watchers:
+    """Keeps one watcher per endpoint of the fleet."""
+
+    def __init__(self, fleet: Fleet, events: WatchEvents, config: Config) -> None:
+        self._fleet = fleet
+        self._events = events
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+        self._watchers: dict[str, _Watcher] = {}
+
+    def configure(self, config: Config) -> None:
+        """Use the new intervals; running watchers take them up at their next turn."""
+        self._config = config
+        for watcher in self._watchers.values():
+            watcher.config = config
+
+    def watch(self, addresses: Iterable[str]) -> None:
+        """Watch exactly these addresses."""
+        wanted = set(addresses)
+        for address in set(self._watchers) - wanted:
+            self._watchers.pop(address).cancel()
+        for address in wanted - set(self._watchers):
+            self._watchers[address] = _Watcher(address, self._fleet, self._events, self._config, self._client())
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=2))
+        return self._session
+
+    async def close(self) -> None:
+        """Stop watching and close every connection."""
+        tasks = [task for watcher in self._watchers.values() for task in watcher.tasks]
+        self.watch(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+class _Watcher:
+    """The two loops of one endpoint."""
+
+    def __init__(
+        self, address: str, fleet: Fleet, events: WatchEvents, config: Config, client: aiohttp.ClientSession
+    ) -> None:
+        self.config = config
+        self._base = f"http://{address}"
+        self._address = address
+        self._fleet = fleet
+        self._events = events
+        self._client = client
+        self._scrape_now = asyncio.Event()
+        self._answered = False
+        self.tasks = (
+            asyncio.create_task(self._probe_loop(), name=f"probe {address}"),
+            asyncio.create_task(self._scrape_loop(), name=f"scrape {address}"),
+        )
+
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+    # -- model list
+
+    async def _probe_loop(self) -> None:
+        while True:
+            ok = await self._probe()
+            self._events.probed(ok=ok)
+            if ok and not self._answered:
+                self._scrape_now.set()
+            self._answered = ok
+            await asyncio.sleep(self.config.probe.interval_ms / 1000)
+
+    async def _probe(self) -> bool:
+        try:
+            page = await self._get(MODELS_PATH, self.config.probe.timeout_ms)
+            self._fleet.listed_models(self._address, parse_models(page))
+        except aiohttp.ClientConnectorError:
+            self._fleet.observe(self._address, Evidence.PROBE_REFUSED)
+            return False
+        except (aiohttp.ClientError, NotAListing, TimeoutError, OSError, ValueError) as error:
+            log.debug("probe failed", endpoint=self._address, error=repr(error))
+            self._fleet.observe(self._address, Evidence.PROBE_FAILED)
+            return False
+        return True
+
+    # -- metrics
+
+    async def _scrape_loop(self) -> None:
+        failures = 0
+        while True:
+            ok = await self._scrape()
+            self._events.scraped(ok=ok)
+            failures = 0 if ok else failures + 1
+            self._scrape_now.clear()
+            try:
+                await asyncio.wait_for(self._scrape_now.wait(), self._pause_s(failures))
+            except TimeoutError:
+                continue
+
+    def _pause_s(self, failures: int) -> float:
+        scrape = self.config.scrape
+        backed_off_ms: int = scrape.interval_ms << min(failures, 10)
+        return min(backed_off_ms, max(scrape.backoff_max_ms, scrape.interval_ms)) / 1000
+
+    async def _scrape(self) -> bool:
+        try:
+            page = await self._get("/metrics", self.config.scrape.timeout_ms)
+            self._fleet.scraped(self._address, parse_metrics(page))
+        except (aiohttp.ClientError, NotMetrics, TimeoutError, OSError, ValueError) as error:
+            log.debug("scrape failed", endpoint=self._address, error=repr(error))
+            return False
+        return True
+
+    async def _get(self, path: str, timeout_ms: int) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_ms / 1000)
+        async with self._client.get(self._base + path, timeout=timeout, allow_redirects=False) as response:
+            response.raise_for_status()
+            page = await response.content.read(_MAX_PAGE_BYTES + 1)
+            while not response.content.at_eof() and len(page) <= _MAX_PAGE_BYTES:
+                page += await response.content.read(_MAX_PAGE_BYTES + 1 - len(page))
+            if len(page) > _MAX_PAGE_BYTES:
+                raise ValueError(f"{path} is larger than {_MAX_PAGE_BYTES} bytes")
+            return page

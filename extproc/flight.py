@@ -1,0 +1,263 @@
+"""The life of one request: what it holds, and the one place that gives it back.
+
+    open -> reserved -> released (the stream ended) -> settled (its access-log entry came, or never will)
+
+A transport opens a Flight when its stream opens and calls `close()` in its `finally`; `close()` is idempotent, and
+nothing else gives anything back. The access log may come before or after the end of the stream. Rejected: releasing
+on the access log alone (entries are lost while we restart) and on the stream's end alone (it does not say who served
+nor how it went).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from policies.fleet_state import FleetState
+from policies.placement.placement import Placement
+from policies.types import Decision, InferenceRequest, Reservation
+
+
+class Stage(IntEnum):
+    """How far a request has come."""
+
+    OPEN = 0
+    RESERVED = 1
+    RELEASED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at one endpoint, as the upstream log tells it. `failed` says why it came to nothing, if it did."""
+
+    request_id: str
+    address: str | None
+    number: int
+    failed: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request as the engine counted them; `cached_tokens` None where it does not say."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a request went, as the access log tells it. Times in seconds; None where Envoy did not measure it.
+
+    `flags` are Envoy's response flags by name, `status` 0 when no response headers were sent. `failed` says how the
+    endpoint failed the request, if it did.
+    """
+
+    request_id: str
+    address: str | None
+    status: int
+    flags: tuple[str, ...]
+    details: str
+    attempts: int
+    failed: str | None
+    duration_s: float | None
+    ttft_s: float | None
+    request_bytes: int
+    response_bytes: int
+    usage: Usage | None = None
+
+
+class FlightEvents(Protocol):
+    """Who wants to know what becomes of requests: metrics, the decision log, the fleet."""
+
+    def moved(self, flight: Flight, from_slot: int, to_slot: int) -> None:
+        """Another endpoint serves the request than the one chosen."""
+
+    def failed(self, flight: Flight, address: str, why: str) -> None:
+        """An endpoint could not serve the request."""
+
+    def settled(self, flight: Flight, completion: Completion) -> None:
+        """The access-log entry came."""
+
+    def missing(self, flight: Flight) -> None:
+        """The access-log entry did not come in time."""
+
+
+class Flight:
+    """One request. Everything it takes hangs here; `close()` gives it back exactly once."""
+
+    __slots__ = (
+        "_flights",
+        "charged",
+        "decision",
+        "ended_at_s",
+        "opened_at_s",
+        "placement",
+        "request",
+        "request_id",
+        "reservation",
+        "served_by",
+        "settled",
+        "stage",
+    )
+
+    def __init__(self, flights: Flights, opened_at_s: float) -> None:
+        self._flights = flights
+        self.opened_at_s = opened_at_s
+        self.ended_at_s = 0.0
+        self.stage = Stage.OPEN
+        self.settled = False
+        self.request_id = ""
+        self.request: InferenceRequest | None = None
+        self.decision: Decision | None = None
+        self.placement: Placement | None = None
+        self.reservation: Reservation | None = None
+        self.served_by: str | None = None
+        self.charged: tuple[str, ...] = ()
+
+    def reserve(
+        self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation
+    ) -> None:
+        """The request has its place; from here on `close()` gives it back."""
+        self.request_id = secrets.token_hex(12)
+        self.request = request
+        self.decision = decision
+        self.placement = placement
+        self.reservation = reservation
+        self.served_by = decision.addresses[0]
+        self.stage = Stage.RESERVED
+        self._flights.track(self)
+
+    def close(self) -> None:
+        """The stream ended. Safe to call again."""
+        self._flights.close(self)
+
+
+class Flights:
+    """Every request under way, and every finished one whose access-log entry is still to come.
+
+    Bounded by `max_open` (`full` tells) and `max_unsettled` (the oldest is given up as missing).
+    """
+
+    def __init__(
+        self,
+        state: FleetState,
+        events: FlightEvents,
+        clock: Callable[[], float],
+        *,
+        max_open: int,
+        max_unsettled: int,
+        access_log_timeout_s: float,
+    ) -> None:
+        self._state = state
+        self._events = events
+        self._clock = clock
+        self.max_open = max_open
+        self.max_unsettled = max_unsettled
+        self.access_log_timeout_s = access_log_timeout_s
+        self.opened = 0
+        self.ended = 0
+        self._reserved: dict[str, Flight] = {}
+        self._unsettled: OrderedDict[str, Flight] = OrderedDict()
+
+    @property
+    def open_count(self) -> int:
+        """Streams open now."""
+        return self.opened - self.ended
+
+    @property
+    def unsettled_count(self) -> int:
+        """Finished requests whose access-log entry has not come yet."""
+        return len(self._unsettled)
+
+    @property
+    def full(self) -> bool:
+        """No further request may be taken."""
+        return self.open_count > self.max_open
+
+    def open(self) -> Flight:
+        """A stream opened."""
+        self.opened += 1
+        return Flight(self, self._clock())
+
+    def track(self, flight: Flight) -> None:
+        """Make a reserved flight findable by its request id."""
+        self._reserved[flight.request_id] = flight
+
+    def close(self, flight: Flight) -> None:
+        """Release what the flight holds; idempotent."""
+        stage = flight.stage
+        if stage is Stage.RELEASED:
+            return
+        flight.stage = Stage.RELEASED
+        flight.ended_at_s = self._clock()
+        self.ended += 1
+        if stage is Stage.RESERVED and flight.reservation is not None:
+            self._state.release(flight.reservation)
+            del self._reserved[flight.request_id]
+            if not flight.settled:
+                self._await_access_log(flight)
+
+    def _await_access_log(self, flight: Flight) -> None:
+        self._unsettled[flight.request_id] = flight
+        if len(self._unsettled) > self.max_unsettled:
+            self._events.missing(self._unsettled.popitem(last=False)[1])
+
+    def on_attempt(self, attempt: Attempt) -> bool:
+        """Take one entry of the upstream log. False if the request is not known."""
+        flight = self._find(attempt.request_id)
+        if flight is None:
+            return False
+        if attempt.failed is not None:
+            self._charge(flight, attempt.address, attempt.failed)
+        elif attempt.address is not None:
+            self._move(flight, attempt.address)
+        return True
+
+    def _move(self, flight: Flight, address: str) -> None:
+        """Book the request on the endpoint that really serves it."""
+        slot = self._state.slot_of(address)
+        reservation, placement, request = flight.reservation, flight.placement, flight.request
+        flight.served_by = address
+        if slot is None or reservation is None or placement is None or request is None or slot == reservation.slot:
+            return
+        self._events.moved(flight, reservation.slot, slot)
+        if flight.stage is Stage.RESERVED:
+            flight.reservation = placement.moved(request, reservation, slot, self._state, self._clock())
+
+    def on_completion(self, completion: Completion) -> bool:
+        """Take one entry of the access log. False if the request is not known (or was given up)."""
+        flight = self._find(completion.request_id)
+        if flight is None or flight.settled:
+            return False
+        flight.settled = True
+        self._unsettled.pop(completion.request_id, None)
+        if completion.address is not None:
+            flight.served_by = completion.address
+        if completion.failed is not None:
+            self._charge(flight, completion.address, completion.failed)
+        self._events.settled(flight, completion)
+        return True
+
+    def _charge(self, flight: Flight, address: str | None, why: str) -> None:
+        """Hold a failure against an endpoint, once per request: both logs tell of the last attempt."""
+        if address is not None and address not in flight.charged:
+            flight.charged += (address,)
+            self._events.failed(flight, address, why)
+
+    def expire(self) -> None:
+        """Give up on access-log entries that are overdue."""
+        overdue = self._clock() - self.access_log_timeout_s
+        while self._unsettled:
+            flight = next(iter(self._unsettled.values()))
+            if flight.ended_at_s > overdue:
+                return
+            del self._unsettled[flight.request_id]
+            self._events.missing(flight)
+
+    def _find(self, request_id: str) -> Flight | None:
+        return self._reserved.get(request_id) or self._unsettled.get(request_id)

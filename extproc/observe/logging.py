@@ -1,0 +1,30 @@
+"""Structured logs: one event, its fields, no prompts. JSON lines where nobody watches, readable on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+from extproc.config.schema import Log
+
+
+def configure_logging(config: Log) -> None:
+    """Set level and form for the whole process. Logs go to stderr, so that stdout stays for answers."""
+    console = sys.stderr.isatty() if config.format == "auto" else config.format == "console"
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info if not console else structlog.stdlib.PositionalArgumentsFormatter(),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )

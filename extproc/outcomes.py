@@ -1,0 +1,78 @@
+"""What becomes of requests, passed on to whom it concerns: the fleet's evidence, the metrics, the decision log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from extproc.fleet.fleet import Fleet
+from extproc.flight import Completion, Flight
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import Metrics
+from policies.lifecycle import Evidence
+
+
+class Outcomes:
+    """The FlightEvents of a running system."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics, decisions: DecisionLog) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._decisions = decisions
+
+    def moved(self, flight: Flight, from_slot: int, to_slot: int) -> None:  # noqa: ARG002 - FlightEvents
+        """Another endpoint serves the request than the one chosen."""
+        self._metrics.moved(_pool(flight))
+
+    def failed(self, flight: Flight, address: str, why: str) -> None:  # noqa: ARG002 - FlightEvents
+        """An endpoint could not serve the request."""
+        if self._fleet.state.slot_of(address) is not None:
+            self._metrics.attempt_failed(address, why)
+            self._fleet.observe(address, Evidence.FAILED)
+
+    def settled(self, flight: Flight, completion: Completion) -> None:
+        """The access-log entry came."""
+        pool, outcome = _pool(flight), outcome_of(completion)
+        if completion.address is not None and outcome in {"ok", "client_error"}:
+            self._fleet.observe(completion.address, Evidence.SERVED)
+        self._metrics.completed(pool, outcome, completion.ttft_s, completion.duration_s)
+        if completion.usage is not None:
+            self._metrics.used_tokens(pool, "prompt", completion.usage.prompt_tokens)
+            self._metrics.used_tokens(pool, "cached", completion.usage.cached_tokens)
+            self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
+        self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
+
+    def missing(self, flight: Flight) -> None:
+        """The access-log entry did not come in time."""
+        self._metrics.entry_missing()
+        self._decisions.finish(flight.request_id, flight.served_by, {"outcome": "no access-log entry"})
+
+
+def outcome_of(completion: Completion) -> str:
+    """One word for how a request ended."""
+    if "no_healthy_upstream" in completion.flags:
+        return "no_known_address"
+    if "downstream_connection_termination" in completion.flags or "downstream_remote_reset" in completion.flags:
+        return "client_gone"
+    if completion.failed is not None:
+        return "endpoint_failed"
+    if completion.status >= 400:
+        return "client_error"
+    return "ok" if completion.status else "no_answer"
+
+
+def _describe(completion: Completion, outcome: str) -> dict[str, object]:
+    return {
+        "outcome": outcome,
+        "status": completion.status,
+        "flags": list(completion.flags),
+        "details": completion.details,
+        "attempts": completion.attempts,
+        "failed": completion.failed,
+        "ttft_s": completion.ttft_s,
+        "duration_s": completion.duration_s,
+        "usage": asdict(completion.usage) if completion.usage is not None else None,
+    }
+
+
+def _pool(flight: Flight) -> str:
+    return flight.decision.pool if flight.decision is not None else ""

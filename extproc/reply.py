@@ -1,0 +1,74 @@
+"""What the pipeline answers, as plain data. A transport turns it into bytes for its caller's mode.
+
+`Route` sends the request on, `Answer` ends it here, `Pending` means the answer comes later (a queue). Nothing here
+knows protobuf, HTTP framing or Envoy's modes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from extproc.request.splice import Splice
+from policies.types import Reason, Refusal
+
+_JSON = ("content-type", "application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Send the request to `cluster`, to the first of `addresses` that Envoy can reach.
+
+    `headers` are set on the request to the engine. `splices` edit the body. `request_id` joins the access log to us.
+    """
+
+    cluster: str
+    addresses: tuple[str, ...]
+    request_id: str
+    model: str
+    headers: tuple[tuple[str, str], ...] = ()
+    splices: tuple[Splice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer the client ourselves. `reason` becomes Envoy's response_code_details."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = (_JSON,)
+    reason: str = "answered"
+
+
+Reply: TypeAlias = Route | Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The reply comes when `ready` resolves. Only the transport's task awaits it; cancelling it gives up the place."""
+
+    ready: asyncio.Future[Reply]
+
+
+def refuse(refusal: Refusal) -> Answer:
+    """A refusal as the client sees it: OpenAI's error object, and Retry-After where waiting helps."""
+    error = {
+        "message": refusal.message,
+        "type": refusal.type,
+        "param": refusal.param,
+        "code": _CODES.get(refusal.reason, refusal.status),
+    }
+    headers = (_JSON,)
+    if refusal.retry_after_s is not None:
+        headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))  # type: ignore[assignment] # longer, same kind
+    return Answer(refusal.status, msgspec.json.encode({"error": error}), headers, refusal.reason)
+
+
+_CODES = {
+    Reason.UNKNOWN_MODEL: "model_not_found",
+    Reason.CONTEXT_TOO_LONG: "context_length_exceeded",
+}
+"""Codes that OpenAI's clients know by name; elsewhere the code repeats the status, as vLLM does."""

@@ -1,0 +1,76 @@
+"""A prompt as a chain of block hashes, each with its share of the tokens.
+
+Blocks grow with depth (256 B, doubling every 64 blocks), so a 4 MB prompt has 500 blocks and not 16,000; a growing
+block only loses resolution where the prefix is already long. Each hash is seeded by the one before it, the first by
+model, adapter and cache salt: equal bytes give equal hashes in every process and replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from extproc.request.tokens import Span
+
+FIRST_BLOCK_BYTES = 256
+BLOCKS_PER_SIZE = 64
+
+_hash = xxhash.xxh3_64_intdigest
+
+
+def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
+    """The chain's first seed: prompts under another model, adapter or salt share nothing."""
+    return _hash("\0".join((model, adapter or "", cache_salt or "")).encode("utf-8", "surrogatepass"))
+
+
+def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
+    """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
+    view = memoryview(prompt)
+    length = len(view)
+    hashes: list[int] = []
+    ends: list[int] = []
+    size = FIRST_BLOCK_BYTES
+    start = 0
+    while start + size <= length:
+        end = start + size
+        seed = _hash(view[start:end], seed)
+        hashes.append(seed)
+        ends.append(end)
+        start = end
+        if not len(hashes) % BLOCKS_PER_SIZE:
+            size *= 2
+    return hashes, ends
+
+
+def block_tokens(
+    ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
+) -> list[int]:
+    """Tokens per block, adding up to the prompt's share that lies in whole blocks.
+
+    Text is spread evenly over its bytes; an image's tokens are spread over the bytes of its own data URL.
+    """
+    if not images:
+        cumulative = [end * tokens // prompt_bytes for end in ends]
+    else:
+        cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
+    return [after - before for before, after in zip([0, *cumulative], cumulative, strict=False)]
+
+
+def _cumulative_with_images(
+    ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
+) -> list[int]:
+    text_bytes = max(1, prompt_bytes - sum(end - start for start, end in images))
+    tokens_per_text_byte = (tokens - len(images) * tokens_per_image) / text_bytes
+    cumulative = []
+    for block_end in ends:
+        image_bytes = 0
+        image_tokens = 0.0
+        for start, end in images:
+            if start >= block_end:
+                break
+            covered = min(end, block_end) - start
+            image_bytes += covered
+            image_tokens += tokens_per_image * covered / (end - start)
+        cumulative.append(int((block_end - image_bytes) * tokens_per_text_byte + image_tokens))
+    return cumulative

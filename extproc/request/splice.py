@@ -1,0 +1,46 @@
+"""Edits of a JSON body as splices into the original bytes: what is not edited survives byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """Put `text` in the place of `body[start:end]`."""
+
+    start: int
+    end: int
+    text: bytes
+
+
+def apply(body: bytes, splices: Sequence[Splice]) -> bytes:
+    """The body with every splice applied. Splices must not overlap."""
+    parts = []
+    position = 0
+    for splice in sorted(splices, key=lambda splice: splice.start):
+        if splice.start < position:
+            raise AssertionError("splices overlap")
+        parts += [body[position : splice.start], splice.text]
+        position = splice.end
+    parts.append(body[position:])
+    return b"".join(parts)
+
+
+def locate(body: bytes, raw: memoryview) -> tuple[int, int]:
+    """Where `raw`, a view that msgspec made into `body`, starts and ends.
+
+    By address, not by search: of two equal values, or a key given twice, only the one that was parsed is meant.
+    """
+    start = _address(raw) - _address(body)
+    if not 0 <= start <= len(body) - len(raw):
+        raise AssertionError("the view does not lie in the body")
+    return start, start + len(raw)
+
+
+def _address(buffer: bytes | memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,57 @@
+"""How many tokens a prompt is, by its bytes. An estimate for admission and placement, not a tokenizer.
+
+Exact counts cost milliseconds (8.6 ms for 10,500 mixed characters) and belong off the decision loop. Inline images
+are counted as a fixed number of tokens each: a 2 MB data URL is not half a million tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CJK_LEADS = bytes(range(0xE3, 0xEE))
+"""First bytes of UTF-8 for U+3000..U+DFFF: kana, CJK ideographs, Hangul. Each starts a 3-byte character."""
+_NOT_CJK_LEADS = bytes(set(range(256)) - set(_CJK_LEADS))
+_ESCAPE = b"\\u"
+_ESCAPE_BYTES = 6
+_DATA_URL = re.compile(rb'"data:[\w.+-]+/[\w.+-]+;base64,[^"]*"')
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRates:
+    """What a model's text costs; from the pool's config."""
+
+    bytes_per_token: float = 4.0
+    tokens_per_cjk_character: float = 1.5
+    tokens_per_image: int = 1024
+
+
+def estimate_tokens(text: bytes, rates: TokenRates) -> int:
+    """Tokens of raw JSON text without images, at least 1."""
+    cjk = 0 if text.isascii() else len(text.translate(None, _NOT_CJK_LEADS))
+    escaped = text.count(_ESCAPE)
+    plain_bytes = len(text) - 3 * cjk - _ESCAPE_BYTES * escaped
+    return max(1, round(plain_bytes / rates.bytes_per_token + (cjk + escaped) * rates.tokens_per_cjk_character))
+
+
+def image_spans(text: bytes) -> list[Span]:
+    """Where inline images (base64 data URLs) stand in the prompt: (start, end) byte offsets, in order."""
+    if b";base64," not in text:
+        return []
+    return [match.span() for match in _DATA_URL.finditer(text)]
+
+
+def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int:
+    """Tokens of a prompt with its inline images."""
+    if not images:
+        return estimate_tokens(text, rates)
+    kept = []
+    position = 0
+    for start, end in images:
+        kept.append(text[position:start])
+        position = end
+    kept.append(text[position:])
+    return estimate_tokens(b"".join(kept), rates) + len(images) * rates.tokens_per_image

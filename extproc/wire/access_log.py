@@ -1,0 +1,77 @@
+"""Envoy's access-log stream, joined to the flights it speaks of.
+
+Two logs arrive over one service: the downstream log, one entry per finished request (`Completion`), and the upstream
+log, entries for attempts that failed or ran elsewhere than first chosen (`Attempt`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import grpc.aio
+import structlog
+
+from extproc.flight import Attempt, Completion, Flights
+from extproc.wire.messages import Malformed, read_access_log
+
+log = structlog.get_logger(__name__)
+
+
+class AccessLogEvents(Protocol):
+    """Who counts entries."""
+
+    def entry(self, *, kind: str, result: str) -> None:
+        """One entry came: kind `request` or `attempt`; result `joined`, `unknown`, `unrouted`, `error`."""
+
+    def malformed(self, service: str) -> None:
+        """Bytes came that are no message of the protocol."""
+
+    def no_known_address(self) -> None:
+        """Envoy knew none of the addresses we picked and answered 503 itself."""
+
+
+class AccessLog:
+    """The grpc.aio handler of `AccessLogService.StreamAccessLogs`, over raw bytes."""
+
+    def __init__(self, flights: Flights, events: AccessLogEvents) -> None:
+        self._flights = flights
+        self._events = events
+
+    async def stream(self, _requests: object, context: Any) -> bytes:  # noqa: ANN401 - grpcio has no types
+        """Read entries until Envoy closes the stream."""
+        try:
+            while (raw := await context.read()) is not grpc.aio.EOF:
+                self.receive(raw)
+        except asyncio.CancelledError:
+            pass  # Envoy went away: the entries it still held are lost, and their flights time out as missing
+        return b""
+
+    def receive(self, raw: bytes) -> None:
+        """Take one message of the stream."""
+        try:
+            entries = read_access_log(raw)
+        except Malformed as error:
+            self._events.malformed("access_log")
+            log.warning("malformed access-log message", error=str(error))
+            return
+        for entry in entries:
+            try:
+                self._join(entry)
+            except Exception:
+                # One entry that trips us must not end the stream and take all the others with it.
+                log.exception("access-log entry not processed")
+                self._events.entry(kind="request", result="error")
+
+    def _join(self, entry: Attempt | Completion) -> None:
+        if isinstance(entry, Attempt):
+            self._events.entry(kind="attempt", result="joined" if self._flights.on_attempt(entry) else "unknown")
+            return
+        if "no_healthy_upstream" in entry.flags and entry.request_id:
+            self._events.no_known_address()
+        self._events.entry(kind="request", result=self._result(entry))
+
+    def _result(self, entry: Completion) -> str:
+        if not entry.request_id:
+            return "unrouted"
+        return "joined" if self._flights.on_completion(entry) else "unknown"

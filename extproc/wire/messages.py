@@ -1,0 +1,330 @@
+"""The only module on the hot path that knows protobuf: ext_proc and access-log messages to plain data and back.
+
+Messages are upb (xds-protos). envoy-data-plane's classes are pleasant and cost 300 us each, so they are kept to the
+control plane. Replies that never vary are serialised once at import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
+
+from extproc.flight import Attempt, Completion, Usage
+from extproc.reply import Answer, Reply, Route
+from extproc.request.splice import apply
+
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+DESTINATION_NAMESPACE = "envoy.lb"
+CLUSTER_HEADER = "x-pointsman-cluster"
+ENDPOINT_HEADER = "x-pointsman-endpoint"
+REQUEST_ID_HEADER = "x-pointsman-request-id"
+METADATA_NAMESPACE = "pointsman"
+
+
+class Phase(IntEnum):
+    """Which of ext_proc's messages this is."""
+
+    REQUEST_HEADERS = 0
+    REQUEST_BODY = 1
+    REQUEST_TRAILERS = 2
+    RESPONSE_HEADERS = 3
+    RESPONSE_BODY = 4
+    RESPONSE_TRAILERS = 5
+    UNKNOWN = 6
+
+
+class BodyMode(IntEnum):
+    """How the caller sends bodies; the numbers are ext_proc's. UNSTATED: it did not say."""
+
+    NONE = processing_mode_pb2.ProcessingMode.NONE
+    STREAMED = processing_mode_pb2.ProcessingMode.STREAMED
+    BUFFERED = processing_mode_pb2.ProcessingMode.BUFFERED
+    BUFFERED_PARTIAL = processing_mode_pb2.ProcessingMode.BUFFERED_PARTIAL
+    FULL_DUPLEX_STREAMED = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
+    UNSTATED = -1
+
+
+_PHASES = {
+    "request_headers": Phase.REQUEST_HEADERS,
+    "request_body": Phase.REQUEST_BODY,
+    "request_trailers": Phase.REQUEST_TRAILERS,
+    "response_headers": Phase.RESPONSE_HEADERS,
+    "response_body": Phase.RESPONSE_BODY,
+    "response_trailers": Phase.RESPONSE_TRAILERS,
+}
+
+
+@dataclass(slots=True)
+class Received:
+    """One message from Envoy. `headers` for REQUEST_HEADERS, `body` for REQUEST_BODY, else empty."""
+
+    phase: Phase
+    headers: Mapping[str, str]
+    body: bytes
+    end_of_stream: bool
+    body_mode: BodyMode
+
+
+class Malformed(Exception):
+    """The bytes are not a message of the protocol."""
+
+
+_parse = ext_proc.ProcessingRequest.FromString
+
+
+def read(raw: bytes) -> Received:
+    """Decode one ProcessingRequest. Raises Malformed."""
+    try:
+        message = _parse(raw)
+    except Exception as error:  # upb's DecodeError has no public name of its own
+        raise Malformed(str(error)) from error
+    phase = _PHASES.get(message.WhichOneof("request") or "", Phase.UNKNOWN)
+    if phase is Phase.REQUEST_HEADERS:
+        sent = message.request_headers
+        headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
+        return Received(phase, headers, b"", sent.end_of_stream, _body_mode(message))
+    if phase is Phase.REQUEST_BODY:
+        part = message.request_body
+        return Received(phase, {}, part.body, part.end_of_stream, BodyMode.UNSTATED)
+    return Received(phase, {}, b"", False, BodyMode.UNSTATED)
+
+
+def _body_mode(message: ext_proc.ProcessingRequest) -> BodyMode:
+    if not message.HasField("protocol_config"):
+        return BodyMode.UNSTATED
+    return BodyMode(message.protocol_config.request_body_mode)
+
+
+def _empty_reply(field: str) -> bytes:
+    response = ext_proc.ProcessingResponse()
+    getattr(response, field).SetInParent()
+    return bytes(response.SerializeToString())
+
+
+CONTINUE: dict[Phase, bytes] = {phase: _empty_reply(name) for name, phase in _PHASES.items()}
+"""Per phase the reply that changes nothing."""
+
+
+def render(reply: Reply, phase: Phase, body: bytes) -> bytes:
+    """Encode the answer to a REQUEST_HEADERS or REQUEST_BODY message; `body` is what the splices edit."""
+    if isinstance(reply, Answer):
+        return _render_answer(reply)
+    return _render_route(reply, phase, body)
+
+
+def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
+    response = ext_proc.ProcessingResponse()
+    response.CopyFrom(_route_template(phase, route.cluster, route.addresses, route.headers, route.model))
+    common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
+    request_id = route.request_id
+    _set_header(common, REQUEST_ID_HEADER, request_id)
+    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["request_id"].string_value = request_id
+    if route.splices:
+        edited = apply(body, route.splices)
+        common.body_mutation.body = edited
+        _set_header(common, "content-length", str(len(edited)))
+    return bytes(response.SerializeToString())
+
+
+@lru_cache(maxsize=4096)
+def _route_template(
+    phase: Phase, cluster: str, addresses: tuple[str, ...], headers: tuple[tuple[str, str], ...], model: str
+) -> ext_proc.ProcessingResponse:
+    """Everything of a route reply that does not differ between two requests to the same place."""
+    response = ext_proc.ProcessingResponse()
+    common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
+    destination = ",".join(addresses)
+    _set_header(common, CLUSTER_HEADER, cluster)
+    _set_header(common, DESTINATION_HEADER, destination)
+    _set_header(common, ENDPOINT_HEADER, addresses[0])
+    for name, value in headers:
+        _set_header(common, name, value)
+    common.clear_route_cache = True
+    metadata = response.dynamic_metadata.fields
+    metadata[DESTINATION_NAMESPACE].struct_value.fields[DESTINATION_HEADER].string_value = destination
+    metadata[METADATA_NAMESPACE].struct_value.fields["model"].string_value = model
+    return response
+
+
+def _set_header(common: ext_proc.CommonResponse, name: str, value: str) -> None:
+    option = common.header_mutation.set_headers.add()
+    option.header.key = name
+    option.header.raw_value = value.encode("utf-8", "replace")
+    option.append_action = _OVERWRITE
+
+
+_OVERWRITE = ext_proc.HeaderMutation().set_headers.add().OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def _render_answer(answer: Answer) -> bytes:
+    response = ext_proc.ProcessingResponse()
+    immediate = response.immediate_response
+    immediate.status.code = answer.status
+    immediate.body = answer.body
+    immediate.details = f"pointsman_{answer.reason}"
+    for name, value in answer.headers:
+        option = immediate.headers.set_headers.add()
+        option.header.key = name
+        option.header.raw_value = value.encode()
+        option.append_action = _OVERWRITE
+    # Tells our refusals from Envoy's own local replies, whose bodies are rewritten to the same JSON form.
+    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["answered"].string_value = answer.reason
+    return bytes(response.SerializeToString())
+
+
+# -- access log
+
+
+_FLAGS = tuple(
+    field.name
+    for field in accesslog_pb2.ResponseFlags.DESCRIPTOR.fields
+    if field.message_type is None  # `unauthorized_details` is a message; the filter that fills it is not ours
+)
+_UPSTREAM_TYPES = (accesslog_pb2.UpstreamPoolReady, accesslog_pb2.UpstreamPeriodic, accesslog_pb2.UpstreamEnd)
+_FINAL_TYPES = (accesslog_pb2.DownstreamEnd, accesslog_pb2.NotSet)
+_FAILED_BEFORE_ANSWER = (
+    "upstream_connection_failure",
+    "upstream_remote_reset",
+    "upstream_connection_termination",
+    "upstream_protocol_error",
+    "upstream_request_timeout",
+    "upstream_overflow",
+)
+"""Flags that mean the endpoint, not the client, broke the attempt."""
+
+
+def read_access_log(raw: bytes) -> list[Attempt | Completion]:
+    """Decode one StreamAccessLogsMessage into what its entries say. Raises Malformed."""
+    try:
+        message = als_pb2.StreamAccessLogsMessage.FromString(raw)
+    except Exception as error:  # upb's DecodeError has no public name of its own
+        raise Malformed(str(error)) from error
+    entries = (_entry(entry) for entry in message.http_logs.log_entry)
+    return [entry for entry in entries if entry is not None]
+
+
+def _entry(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | None:
+    kind = entry.common_properties.access_log_type
+    if kind in _UPSTREAM_TYPES:
+        return _attempt(entry)
+    if kind in _FINAL_TYPES and not entry.common_properties.intermediate_log_entry:
+        return _completion(entry)
+    return None
+
+
+def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
+    common = entry.common_properties
+    failed = None
+    if common.access_log_type == accesslog_pb2.UpstreamEnd:
+        failed = _failure(entry)
+        if failed is None:
+            # An attempt that ended well says nothing new: where it ran was told when it started.
+            return Attempt(_request_id(entry), None, common.upstream_request_attempt_count, None)
+    return Attempt(_request_id(entry), _address(common), common.upstream_request_attempt_count, failed)
+
+
+def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
+    flags = entry.common_properties.response_flags
+    for name in _FAILED_BEFORE_ANSWER:
+        if getattr(flags, name):
+            return name
+    status = entry.response.response_code.value
+    return f"status_{status}" if status >= 500 else None
+
+
+def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
+    common, request, response = entry.common_properties, entry.request, entry.response
+    flags = common.response_flags if common.HasField("response_flags") else None
+    return Completion(
+        request_id=_request_id(entry),
+        address=_address(common),
+        status=response.response_code.value,
+        flags=tuple(name for name in _FLAGS if getattr(flags, name)) if flags is not None else (),
+        details=response.response_code_details,
+        attempts=common.upstream_request_attempt_count,
+        failed=_failure(entry),
+        duration_s=_seconds(common, "duration"),
+        ttft_s=_ttft_s(common),
+        request_bytes=request.request_body_bytes,
+        response_bytes=response.response_body_bytes,
+        usage=_usage(common),
+    )
+
+
+def _request_id(entry: accesslog_pb2.HTTPAccessLogEntry) -> str:
+    metadata = entry.common_properties.metadata.filter_metadata
+    if METADATA_NAMESPACE in metadata:
+        fields = metadata[METADATA_NAMESPACE].fields
+        if "request_id" in fields:
+            return str(fields["request_id"].string_value)
+    return str(entry.request.request_headers.get(REQUEST_ID_HEADER, ""))
+
+
+def _address(common: accesslog_pb2.AccessLogCommon) -> str | None:
+    if not common.HasField("upstream_remote_address"):
+        return None
+    socket = common.upstream_remote_address.socket_address
+    if not socket.address:
+        return None
+    host = f"[{socket.address}]" if ":" in socket.address else socket.address
+    return f"{host}:{socket.port_value}"
+
+
+def _seconds(common: accesslog_pb2.AccessLogCommon, field: str) -> float | None:
+    if not common.HasField(field):
+        return None
+    span = getattr(common, field)
+    return float(span.seconds + span.nanos * 1e-9)
+
+
+def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
+    """From our custom tag: Envoy's own time_to_first_upstream_rx_byte is the headers, which vLLM sends at once."""
+    value = common.custom_tags.get("ttft_us", "")
+    return int(value) * 1e-6 if value.isdigit() else None
+
+
+_USAGE_NAMESPACE = "pointsman.usage"
+
+
+def _usage_message() -> Any:  # noqa: ANN401 - the class exists only at run time
+    """The parts of envoy.data.ai.v3.TokenUsage that we read; xds-protos does not ship the message yet."""
+    file = descriptor_pb2.FileDescriptorProto(
+        name="pointsman/token_usage.proto",
+        package="pointsman",
+        syntax="proto3",
+        dependency=[wrappers_pb2.DESCRIPTOR.name],
+    )
+    usage, details = file.message_type.add(name="TokenUsage"), file.message_type.add(name="InputDetails")
+    count = ".google.protobuf.UInt64Value"
+    for message, name, number, type_name in (
+        (usage, "input_tokens", 3, count),
+        (usage, "output_tokens", 4, count),
+        (usage, "input_details", 6, ".pointsman.InputDetails"),
+        (details, "cached_tokens", 1, count),
+    ):
+        field = message.field.add(name=name, number=number, type_name=type_name)
+        field.type, field.label = field.TYPE_MESSAGE, field.LABEL_OPTIONAL
+    pool = descriptor_pool.Default()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("pointsman.TokenUsage"))
+
+
+_TokenUsage = _usage_message()
+
+
+def _usage(common: accesslog_pb2.AccessLogCommon) -> Usage | None:
+    typed = common.metadata.typed_filter_metadata
+    if _USAGE_NAMESPACE not in typed:
+        return None
+    usage = _TokenUsage.FromString(typed[_USAGE_NAMESPACE].value)
+    cached = usage.input_details.cached_tokens.value if usage.HasField("input_details") else None
+    return Usage(usage.input_tokens.value, usage.output_tokens.value, cached)

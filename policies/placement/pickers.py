@@ -1,0 +1,48 @@
+"""From scores to an ordered short list. Ties are broken by chance, fairly: order of discovery must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TypeAlias
+
+import numpy as np
+
+from policies.types import Floats
+
+Picker: TypeAlias = Callable[[Floats, int, Random], list[int]]
+"""(scores, length, rng) -> positions into `scores`, best first, at most `length`, no position twice."""
+
+_TIE = 1e-9
+"""Scores closer than this are equal: far below any weight, far above float noise."""
+
+
+def max_score(scores: Floats, length: int, rng: Random) -> list[int]:
+    """The highest scores, best first."""
+    left = scores.astype(np.float64, copy=True)
+    order = []
+    for _ in range(min(length, len(left))):
+        position = _best(left, rng)
+        order.append(position)
+        left[position] = -np.inf
+    return order
+
+
+def power_of_two(scores: Floats, length: int, rng: Random) -> list[int]:
+    """The better of two drawn at random, then the highest of the rest as fallbacks."""
+    if len(scores) < 2:
+        return list(range(len(scores)))[:length]
+    first, second = rng.sample(range(len(scores)), 2)
+    best = first if scores[first] >= scores[second] else second
+    rest = scores.astype(np.float64, copy=True)
+    rest[best] = -np.inf
+    return [best, *max_score(rest, min(length, len(scores)) - 1, rng)][:length]
+
+
+def _best(scores: Floats, rng: Random) -> int:
+    tied = np.flatnonzero(scores >= scores.max() - _TIE)
+    return int(tied[0] if len(tied) == 1 else tied[rng.randrange(len(tied))])
+
+
+PICKERS: dict[str, Picker] = {"max_score": max_score, "power_of_two": power_of_two}
+"""Pickers by the name a config uses."""

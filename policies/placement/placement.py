@@ -1,0 +1,121 @@
+"""Placement: one pool's choice of endpoint. Filters, then the policy's ranking; choose reads, commit writes.
+
+Between `choose` and `commit` there is no await, so a burst of requests sees itself: the second request of a burst
+already finds the first one's blocks in the index and its load on the endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from policies.fleet_state import FleetState
+from policies.placement.filters import FILTERS, Filter, exceeds_context
+from policies.placement.policy import Policy
+from policies.placement.prefix_index import PrefixIndex
+from policies.placement.view import View
+from policies.types import Decision, Fallback, Filtered, InferenceRequest, Reservation
+
+_ALWAYS = ("ready", "model")
+"""Filters no policy may leave out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaceable:
+    """No candidate is left. `filtered` names, per filter, the addresses it removed."""
+
+    filtered: Filtered
+
+
+class Placement:
+    """The endpoints of one pool and how to choose among them."""
+
+    def __init__(self, pool: str, policy: Policy, index: PrefixIndex, *, filters: Iterable[str] = ()) -> None:
+        """Raise ValueError for an unknown filter."""
+        self.pool = pool
+        self.policy = policy
+        self.index = index
+        self.members = np.empty(0, np.intp)
+        names = dict.fromkeys((*_ALWAYS, *filters))
+        unknown = [name for name in names if name not in FILTERS]
+        if unknown:
+            raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")
+        self._filters: list[tuple[str, Filter]] = [(name, FILTERS[name]) for name in names]
+
+    def set_members(self, slots: Iterable[int]) -> None:
+        """The slots that belong to the pool; those that left lose their prefix credit."""
+        members = np.array(sorted(slots), np.intp)
+        for gone in np.setdiff1d(self.members, members):
+            self.index.forget(int(gone))
+        self.members = members
+
+    def choose(
+        self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random, *, length: int = 3
+    ) -> Decision | Unplaceable:
+        """Up to `length` endpoints, best first. Reads only."""
+        members = self.members
+        matched = self.index.match(request.block_hashes, request.block_tokens, members)
+        view = View(request, state, members, matched, state.stale(members, now_s), now_s, rng)
+        view, filtered = self._filter(view)
+        if not len(view.slots):
+            return Unplaceable(filtered)
+        ranking = self.policy.rank(view, length)
+        first = int(np.searchsorted(view.slots, ranking.order[0]))
+        return Decision(
+            pool=self.pool,
+            policy=self.policy.name,
+            order=tuple(ranking.order),
+            addresses=tuple(str(state.addresses[slot]) for slot in ranking.order),
+            matched_tokens=view.matched_tokens,
+            chosen_matched_tokens=min(int(view.matched_tokens[first]), request.input_tokens),
+            ranking=ranking,
+            filtered=filtered,
+            slot_addresses=state.addresses,
+            fallbacks=_fallbacks(view),
+        )
+
+    def commit(self, decision: Decision, request: InferenceRequest, state: FleetState, now_s: float) -> Reservation:
+        """Carry the decision out: index the prompt, book the load, take the turn."""
+        slot = decision.order[0]
+        self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
+        self.policy.committed(decision)
+        return state.reserve(
+            slot,
+            prompt_tokens=request.input_tokens,
+            uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
+        )
+
+    def moved(
+        self, request: InferenceRequest, reservation: Reservation, slot: int, state: FleetState, now_s: float
+    ) -> Reservation:
+        """Another endpoint serves the request than the one chosen: move the load, and the prefix credit with it."""
+        here = self.index.match(request.block_hashes, request.block_tokens, np.array([slot], np.intp))
+        self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
+        uncached = max(0, request.input_tokens - int(here[0]))
+        return state.move(reservation, slot, uncached_tokens=uncached)
+
+    def _filter(self, view: View) -> tuple[View, Filtered]:
+        filtered = []
+        for name, keep in self._filters:
+            mask = keep(view)
+            if mask.all():
+                continue
+            addresses = view.state.addresses
+            filtered.append((name, tuple(str(addresses[slot]) for slot in view.slots[~mask])))
+            view = view.take(mask)
+            if not len(view.slots):
+                break
+        return view, tuple(filtered)
+
+
+def _fallbacks(view: View) -> tuple[Fallback, ...]:
+    """What the ranking had to do without."""
+    missing = []
+    if view.stale.any():
+        missing.append(Fallback.STALE_FIGURES)
+    if exceeds_context(view):
+        missing.append(Fallback.CONTEXT_ESTIMATE)
+    return tuple(missing)

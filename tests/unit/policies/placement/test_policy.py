@@ -1,0 +1,153 @@
+"""Policies: weights and their bound, turns, rings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from policies.fleet_state import FleetState
+from policies.lifecycle import State
+from policies.placement.placement import Placement, Unplaceable
+from policies.placement.policy import ConsistentHash, RoundRobin, Weighted, WeightedSpec, bounded_weights
+from policies.placement.prefix_index import PrefixIndex
+from policies.types import Decision, InferenceRequest
+
+Requests = Callable[..., InferenceRequest]
+_BLOCKS = {"block_hashes": [1, 2, 3], "block_tokens": [300, 300, 300]}
+_DEFAULT = WeightedSpec("t", (("prefix_affinity", 3), ("queue_depth", 3), ("least_request", 4)))
+
+
+def _placement(policy: object, *, filters: tuple[str, ...] = ("excluded", "context")) -> Placement:
+    placement = Placement("p", policy, PrefixIndex(10_000), filters=filters)  # type: ignore[arg-type]
+    placement.set_members(range(4))
+    return placement
+
+
+def _place(placement: Placement, request: InferenceRequest, state: FleetState, rng: Random) -> Decision:
+    decision = placement.choose(request, state, 0.0, rng)
+    assert isinstance(decision, Decision)
+    placement.commit(decision, request, state, 0.0)
+    return decision
+
+
+def test_affinity_never_exceeds_its_share() -> None:
+    """A weight of 9 to 1 is cut to 30 %; the rest is scaled to fill."""
+    spec = WeightedSpec("t", (("prefix_affinity", 9), ("queue_depth", 1)))
+    assert dict(bounded_weights(spec)) == pytest.approx({"prefix_affinity": 0.3, "queue_depth": 0.7})
+
+
+def test_affinity_alone_may_have_it_all() -> None:
+    """With nothing to weigh against there is nothing to bound."""
+    assert bounded_weights(WeightedSpec("t", (("prefix_affinity", 2),))) == [("prefix_affinity", 1.0)]
+
+
+def test_unknown_scorers_are_refused_with_the_known_ones() -> None:
+    """The message lists what there is."""
+    with pytest.raises(ValueError, match="least_request"):
+        Weighted(WeightedSpec("t", (("no_such", 1),)))
+
+
+def test_the_second_turn_follows_the_first(state: FleetState, request_of: Requests) -> None:
+    """The same prefix goes where it went before, and is counted as matched there."""
+    placement = _placement(Weighted(_DEFAULT))
+    first = _place(placement, request_of(**_BLOCKS), state, Random(1))
+    second = _place(placement, request_of(**_BLOCKS), state, Random(2))
+    assert second.order[0] == first.order[0]
+    assert second.chosen_matched_tokens == 900
+
+
+def test_choosing_changes_nothing(state: FleetState, request_of: Requests) -> None:
+    """`choose` may be asked any number of times: same answer for the same draw, nothing booked."""
+    placement = _placement(RoundRobin())
+    orders = {placement.choose(request_of(**_BLOCKS), state, 0.0, Random(5)).order for _ in range(5)}  # type: ignore[union-attr]
+    assert len(orders) == 1
+    assert state.in_flight.sum() == 0
+    assert len(placement.index) == 0
+
+
+def test_a_burst_of_one_prefix_sees_itself_and_spreads(state: FleetState, request_of: Requests) -> None:
+    """40 equal requests at once: the holder is preferred but no endpoint gets more than half."""
+    placement = _placement(Weighted(_DEFAULT))
+    rng = Random(3)
+    firsts = Counter(_place(placement, request_of(**_BLOCKS), state, rng).order[0] for _ in range(40))
+    assert max(firsts.values()) <= 20
+
+
+def test_no_score_brings_a_filtered_endpoint_back(state: FleetState, request_of: Requests) -> None:
+    """The holder of the whole prompt is draining: it is in no list, and the decision says why."""
+    placement = _placement(Weighted(_DEFAULT))
+    holder = _place(placement, request_of(**_BLOCKS), state, Random(1)).order[0]
+    state.state[holder] = State.DRAINING
+    decision = _place(placement, request_of(**_BLOCKS), state, Random(1))
+    assert holder not in decision.order
+    assert decision.filtered == (("ready", (state.addresses[holder],)),)
+
+
+def test_an_empty_fleet_is_a_value_not_an_error(state: FleetState, request_of: Requests) -> None:
+    """Nobody ready: the answer names the filter and whom it removed."""
+    state.state[:4] = State.UNHEALTHY
+    nowhere = _placement(RoundRobin()).choose(request_of(), state, 0.0, Random(1))
+    assert isinstance(nowhere, Unplaceable)
+    assert [name for name, _ in nowhere.filtered] == ["ready"]
+
+
+def test_a_pool_without_members_is_unplaceable(state: FleetState, request_of: Requests) -> None:
+    """No endpoint was ever listed."""
+    placement = Placement("p", RoundRobin(), PrefixIndex(1_000))
+    assert isinstance(placement.choose(request_of(), state, 0.0, Random(1)), Unplaceable)
+
+
+def test_round_robin_takes_turns_and_skips_who_is_out(state: FleetState, request_of: Requests) -> None:
+    """In slot order, around, without the one that is not ready."""
+    placement = _placement(RoundRobin())
+    state.state[1] = State.UNHEALTHY
+    rng = Random(1)
+    assert [_place(placement, request_of(), state, rng).order[0] for _ in range(6)] == [0, 2, 3, 0, 2, 3]
+
+
+def test_a_session_stays_on_its_place_on_the_ring(state: FleetState, request_of: Requests) -> None:
+    """Same key, same endpoint, as long as it is within its bound."""
+    placement = _placement(ConsistentHash(load_factor=10))
+    placed = {_place(placement, request_of(session_key="s-1"), state, Random(n)).order[0] for n in range(8)}
+    assert len(placed) == 1
+
+
+def test_few_sessions_move_when_an_endpoint_leaves(state: FleetState, request_of: Requests) -> None:
+    """Only those of the endpoint that left: the others keep their place."""
+    policy = ConsistentHash(load_factor=1_000)
+
+    def places() -> dict[int, int]:
+        placement = _placement(policy)
+        return {
+            n: placement.choose(request_of(session_key=f"s-{n}"), state, 0.0, Random(1)).order[0]  # type: ignore[union-attr]
+            for n in range(200)
+        }
+
+    before = places()
+    state.state[2] = State.UNHEALTHY
+    after = places()
+    assert all(after[n] == place for n, place in before.items() if place != 2)
+
+
+def test_the_ring_bounds_load(state: FleetState, request_of: Requests) -> None:
+    """One hot session over four endpoints: nobody exceeds ceil(1.25 x mean)."""
+    placement = _placement(ConsistentHash(load_factor=1.25))
+    for _ in range(40):
+        _place(placement, request_of(session_key="hot"), state, Random(1))
+    assert state.in_flight[:4].max() <= 13
+
+
+def test_moving_a_request_moves_its_credit(state: FleetState, request_of: Requests) -> None:
+    """After a failover the endpoint that serves is the one the next turn goes to."""
+    placement = _placement(Weighted(_DEFAULT))
+    request = request_of(**_BLOCKS)
+    decision = placement.choose(request, state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    reservation = placement.commit(decision, request, state, 0.0)
+    state.state[decision.order[0]] = State.UNHEALTHY
+    moved = placement.moved(request, reservation, decision.order[1], state, 0.0)
+    assert moved.slot == decision.order[1]
+    assert _place(placement, request_of(**_BLOCKS), state, Random(9)).chosen_matched_tokens == 900

@@ -1,0 +1,124 @@
+"""FleetState: slots with generations, exact counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policies.fleet_state import FleetState, TooManyEndpoints
+from policies.types import Reservation
+
+
+def test_a_slot_with_requests_on_it_is_not_given_away() -> None:
+    """While anything is in flight the slot keeps its address, so a late release books to the right endpoint."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    reservation = state.reserve(slot, prompt_tokens=10, uncached_tokens=5)
+    assert not state.remove(slot)
+    assert state.add("10.0.0.2:80") != slot
+    state.release(reservation)
+    assert state.remove(slot)
+    assert state.add("10.0.0.3:80") == slot
+
+
+def test_a_reused_slot_starts_clean_in_a_new_generation() -> None:
+    """Nothing the earlier endpoint reported survives, and its generation is over."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    state.waiting[slot] = 7
+    state.set_models(slot, frozenset({"m"}))
+    generation = state.generation[slot]
+    state.remove(slot)
+    again = state.add("10.0.0.2:80")
+    assert again == slot
+    assert state.waiting[slot] == 0
+    assert state.generation[slot] == generation + 1
+    assert not state.serving("m")[slot]
+
+
+def test_releasing_into_another_generation_is_an_error() -> None:
+    """A release that would book to a stranger is a fault of ours and says so."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    with pytest.raises(AssertionError, match="reused"):
+        state.release(Reservation(slot, int(state.generation[slot]) - 1, 1, 1))
+
+
+def test_the_bound_on_endpoints_holds() -> None:
+    """One more than allowed is refused by name of the setting."""
+    state = FleetState(max_endpoints=2)
+    state.add("10.0.0.1:80")
+    state.add("10.0.0.2:80")
+    with pytest.raises(TooManyEndpoints, match=r"limits\.endpoints"):
+        state.add("10.0.0.3:80")
+
+
+def test_moving_takes_the_load_along() -> None:
+    """The endpoint that really serves carries the request, with its own share of uncached tokens."""
+    state = FleetState()
+    first, second = state.add("10.0.0.1:80"), state.add("10.0.0.2:80")
+    moved = state.move(state.reserve(first, prompt_tokens=100, uncached_tokens=40), second, uncached_tokens=100)
+    assert state.in_flight[first] == 0
+    assert state.in_flight_uncached_tokens[second] == 100
+    state.release(moved)
+    assert state.in_flight_prompt_tokens.sum() == 0
+
+
+def test_a_figure_is_stale_when_never_seen_or_too_old() -> None:
+    """Staleness is per endpoint and by the time of the scrape."""
+    state = FleetState(stale_after_s=0.6)
+    fresh, old, never = (state.add(f"10.0.0.{n}:80") for n in range(3))
+    state.observed_at_s[fresh], state.observed_at_s[old] = 9.5, 9.0
+    assert state.stale(np.array([fresh, old, never]), 10.0).tolist() == [False, True, True]
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Random additions, removals, reservations and releases, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = FleetState(initial_slots=2)
+        self.taken: list[tuple[str, Reservation]] = []
+
+    @rule(number=st.integers(0, 9))
+    def add(self, number: int) -> None:
+        """List an endpoint."""
+        self.state.add(f"10.0.0.{number}:80")
+
+    @precondition(lambda self: len(self.state))
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """Try to free a slot."""
+        self.state.remove(data.draw(st.sampled_from(sorted(self.state))))
+
+    @precondition(lambda self: len(self.state))
+    @rule(data=st.data(), tokens=st.integers(0, 1000))
+    def reserve(self, data: st.DataObject, tokens: int) -> None:
+        """Book a request."""
+        slot = data.draw(st.sampled_from(sorted(self.state)))
+        address = self.state.addresses[slot]
+        assert address is not None
+        self.taken.append((address, self.state.reserve(slot, prompt_tokens=tokens, uncached_tokens=tokens // 2)))
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Give one back."""
+        entry = data.draw(st.sampled_from(self.taken))
+        self.taken.remove(entry)
+        self.state.release(entry[1])
+
+    @invariant()
+    def counts_are_exact(self) -> None:
+        """Every endpoint carries exactly what is out on it, under its own address."""
+        for slot in self.state:
+            here = [r for address, r in self.taken if address == self.state.addresses[slot]]
+            assert self.state.in_flight[slot] == len(here)
+            assert self.state.in_flight_prompt_tokens[slot] == sum(r.prompt_tokens for r in here)
+
+
+TestSlots = SlotMachine.TestCase
+TestSlots.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,47 @@
+"""What a vLLM says about itself: the models it lists and the context they have.
+
+`/health` is not asked: it answers 200 while the engine drains and before the model is usable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MODELS_PATH = "/v1/models"
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: Any = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Names an endpoint serves (adapters included) and its context window in tokens, if it says."""
+
+    models: frozenset[str]
+    context_tokens: int | None
+
+
+class NotAListing(Exception):
+    """The answer is not a list of models."""
+
+
+_decode = msgspec.json.Decoder(_Models).decode
+
+
+def parse_models(body: bytes) -> Listing:
+    """Read the answer of GET /v1/models. Raises NotAListing."""
+    try:
+        models = _decode(body).data
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise NotAListing(str(error)) from error
+    windows = [model.max_model_len for model in models if isinstance(model.max_model_len, int)]
+    return Listing(frozenset(model.id for model in models), max(windows, default=None))

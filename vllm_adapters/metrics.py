@@ -1,0 +1,95 @@
+"""vLLM's Prometheus metrics -> the figures routing needs. The only module that knows vLLM's metric names.
+
+A page is about 59 KB; reading it whole with a general parser costs milliseconds of the decision loop. Only the lines
+of the families in `_NAMES` are looked at. With data parallelism one page has a line per engine: counts and capacities
+are summed, KV usage is averaged.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAMES = {
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:num_requests_running": "running",
+    b"vllm:kv_cache_usage_perc": "kv_used",
+    b"vllm:gpu_cache_usage_perc": "kv_used",  # its name before vLLM 0.10
+    b"vllm:prefix_cache_queries_total": "prefix_queries",
+    b"vllm:prefix_cache_hits_total": "prefix_hits",
+    b"process_start_time_seconds": "started_at",
+}
+_CACHE_CONFIG = b"vllm:cache_config_info"
+_LINE = re.compile(
+    rb"^(" + b"|".join(re.escape(name) for name in (*_NAMES, _CACHE_CONFIG)) + rb")(\{[^\n]*\})? ([^\s#]+)",
+    re.MULTILINE,
+)
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """One scrape of one endpoint. Counts are requests, `kv_used` 0..1, capacities tokens; None where not reported.
+
+    `prefix_queries_tokens`, `prefix_hits_tokens` are counters since the engine's start at `started_at_s` (Unix time).
+    """
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_used: float | None = None
+    kv_capacity_tokens: int | None = None
+    prefix_queries_tokens: float | None = None
+    prefix_hits_tokens: float | None = None
+    started_at_s: float | None = None
+
+
+class NotMetrics(Exception):
+    """The page has none of the families that a vLLM reports."""
+
+
+def parse_metrics(page: bytes) -> EngineFigures:
+    """Read one /metrics page. Raises NotMetrics."""
+    values: dict[str, list[float]] = {}
+    capacity = 0
+    for name, labels, value in _LINE.findall(page):
+        if name == _CACHE_CONFIG:
+            capacity += _capacity_tokens(labels)
+        else:
+            values.setdefault(_NAMES[name], []).append(_number(value))
+    if "running" not in values or "waiting" not in values:
+        raise NotMetrics("no vllm:num_requests_running and _waiting on the page")
+    return EngineFigures(
+        waiting=sum(values["waiting"]),
+        running=sum(values["running"]),
+        kv_used=_mean(values.get("kv_used")),
+        kv_capacity_tokens=capacity or None,
+        prefix_queries_tokens=_sum(values.get("prefix_queries")),
+        prefix_hits_tokens=_sum(values.get("prefix_hits")),
+        started_at_s=_sum(values.get("started_at")),
+    )
+
+
+def _capacity_tokens(labels: bytes) -> int:
+    """KV capacity: the engine's own figure if it gives one, else blocks times block size."""
+    fields = dict(_LABEL.findall(labels))
+    try:
+        if fields.get(b"kv_cache_size_tokens", b"None") != b"None":
+            return int(fields[b"kv_cache_size_tokens"])
+        return int(fields[b"num_gpu_blocks"]) * int(fields[b"block_size"])
+    except (KeyError, ValueError):
+        return 0
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _sum(values: list[float] | None) -> float | None:
+    return sum(values) if values else None
+
+
+def _mean(values: list[float] | None) -> float | None:
+    return sum(values) / len(values) if values else None
