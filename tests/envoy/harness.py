@@ -1,0 +1,226 @@
+"""A whole system for tests: simulated engines, a real Envoy and us, as the processes a user would start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+HANG_GUARD_S = 60.0
+"""How long anything may take before a test gives up: a guard against hanging, not a yardstick."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def eventually(check: Callable[[], Any], what: str, pause_s: float = 0.02) -> Any:
+    """The first true result of `check`, asked again and again; fails the test with `what` at the hang guard."""
+    until = time.monotonic() + HANG_GUARD_S
+    while time.monotonic() < until:
+        with contextlib.suppress(httpx.HTTPError, OSError):
+            if result := check():
+                return result
+        time.sleep(pause_s)
+    raise AssertionError(f"did not happen within {HANG_GUARD_S} s: {what}")
+
+
+class Engine:
+    """One simulated engine in its own process, so that it can be killed."""
+
+    def __init__(self, log: Path, port: int, *options: str) -> None:
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self.options = options
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start (again) on the same port."""
+        command = [sys.executable, "-m", "extproc.cli", "sim", "--listen", self.address, *self.options]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def wait_ready(self) -> None:
+        """Until it answers."""
+        eventually(lambda: self.get("/health").status_code == 200, f"engine {self.address} answers")
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask it directly."""
+        return httpx.get(f"http://{self.address}{path}", timeout=HANG_GUARD_S)
+
+    def state(self) -> dict[str, Any]:
+        """What it knows to be true of itself."""
+        document: dict[str, Any] = self.get("/sim/state").json()
+        return document
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The requests it remembers, oldest first."""
+        found: list[dict[str, Any]] = self.get("/sim/requests").json()
+        return found
+
+    def faults(self, **faults: Any) -> None:
+        """Misbehave from now on; no arguments: behave again."""
+        httpx.post(f"http://{self.address}/sim/faults", json=faults, timeout=HANG_GUARD_S).raise_for_status()
+
+    def release(self) -> None:
+        """End every held answer."""
+        httpx.post(f"http://{self.address}/sim/release", timeout=HANG_GUARD_S).raise_for_status()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        if self.process.poll() is None:
+            self.kill()
+
+
+class System:
+    """`pointsman up` on free ports, over the given config parts."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        http, grpc, health, metrics, admin = free_ports(5)
+        self.url = f"http://127.0.0.1:{http}"
+        self.admin_url = f"http://127.0.0.1:{admin}"
+        self.health_address = f"127.0.0.1:{health}"
+        self._metrics_url = f"http://127.0.0.1:{metrics}/metrics"
+        self._folder = folder
+        self.log = folder / "pointsman.log"
+        self.config: dict[str, Any] = {
+            "listen": {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}", "health": self.health_address},
+            "admin": {"listen": f"127.0.0.1:{admin}"},
+            "wire": {"response_headers": ["request_id", "endpoint", "model"], **config.pop("wire", {})},
+            "observe": {"metrics": f"127.0.0.1:{metrics}", **config.pop("observe", {})},
+            **config,
+        }
+        self.config_path = folder / "pointsman.yaml"
+        self.write_config()
+
+    def write_config(self) -> None:
+        """Put the config in place the way an operator's tool does: written aside, then renamed."""
+        aside = self.config_path.with_suffix(".new")
+        aside.write_text(yaml.safe_dump(self.config))
+        aside.rename(self.config_path)
+
+    def start(self) -> None:
+        """Start, and wait until requests are served by every endpoint that answers."""
+        command = [sys.executable, "-m", "extproc.cli", "up", str(self.config_path), "--concurrency", "1"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        eventually(self._serves, "the system serves")
+
+    def _serves(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"pointsman up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+        models = httpx.get(f"{self.url}/v1/models", timeout=5)
+        return models.status_code == 200
+
+    def stop(self) -> int:
+        """SIGTERM to the tree; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(HANG_GUARD_S)
+
+    # -- looking in
+
+    def fleet(self) -> dict[str, dict[str, Any]]:
+        """Every endpoint by address."""
+        endpoints = httpx.get(f"{self.admin_url}/v1/fleet", timeout=HANG_GUARD_S).json()["endpoints"]
+        return {endpoint["endpoint"]: endpoint for endpoint in endpoints}
+
+    def in_flight(self) -> dict[str, int]:
+        """Our count per endpoint."""
+        return {address: endpoint["in_flight"] for address, endpoint in self.fleet().items()}
+
+    def wait_pickable(self, *addresses: str) -> None:
+        """Until every one of `addresses` may be picked."""
+        eventually(
+            lambda: all(
+                self.fleet().get(address, {}).get("state") == "ready" and self.fleet()[address]["routable"]
+                for address in addresses
+            ),
+            f"{addresses} may be picked",
+        )
+
+    def decision(self, request_id: str) -> dict[str, Any]:
+        """The decision log's record of one request, once its outcome is known."""
+
+        def finished() -> dict[str, Any] | None:
+            answer = httpx.get(
+                f"{self.admin_url}/v1/decisions", params={"request_id": request_id}, timeout=HANG_GUARD_S
+            )
+            found: list[dict[str, Any]] = answer.json()["decisions"]
+            return found[0] if found and found[0]["outcome"] else None
+
+        record: dict[str, Any] = eventually(finished, f"request {request_id} is settled")
+        return record
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name and labels, as on the page."""
+        page = httpx.get(self._metrics_url, timeout=HANG_GUARD_S).text
+        lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+    def total(self, name: str, *having: str) -> float:
+        """The sum of all samples of `name` whose labels contain every one of `having`."""
+        return sum(
+            value
+            for sample, value in self.metrics().items()
+            if sample.partition("{")[0] == name and all(label in sample for label in having)
+        )
+
+    def child(self, what: str) -> int:
+        """Process id of one of the launcher's children, by a word of its command line."""
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if int(fields[1]) == self.process.pid and what in command:
+                    return int(entry.name)
+        raise AssertionError(f"no child {what!r}")
+
+    def kill_decision_process(self) -> None:
+        """SIGKILL to the process that decides; the launcher starts it again."""
+        os.kill(self.child(" serve "), signal.SIGKILL)
+
+
+def chat(content: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A chat completion's body."""
+    return {"model": "sim", "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+
+
+def held(tokens: int = 1) -> dict[str, str]:
+    """The header that keeps an answer open after so many tokens, until released."""
+    return {"x-sim-fault": json.dumps({"hold": tokens})}
+
+
+def pool_of(engines: list[Engine], **fields: Any) -> dict[str, Any]:
+    """A pool over these engines."""
+    return {
+        "name": "chat", "models": ["sim"], "aliases": {"gpt-4o": "sim"},
+        "endpoints": {"static": [engine.address for engine in engines]}, **fields,
+    }  # fmt: skip
