@@ -1,0 +1,277 @@
+"""The xDS protocol without a wire: what an Envoy is sent, and what it has acknowledged."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.control.ads_session import CDS, EDS, Addresses, AdsSession, Request, Response, Snapshot
+
+A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+LDS = "type.googleapis.com/envoy.config.listener.v3.Listener"
+
+
+def snapshot(version: int, **assignments: set[str]) -> Snapshot:
+    """Clusters with a configuration that never changes, and these addresses."""
+    clusters = {name: name.encode() for name in assignments}
+    return Snapshot(str(version), clusters, {name: frozenset(found) for name, found in assignments.items()})
+
+
+class Envoy:
+    """The other end of a session: subscribes as Envoy does and answers when told to."""
+
+    def __init__(self, session: AdsSession, *, eds: set[str] | None = None) -> None:
+        self.session = session
+        self.names = frozenset(eds or ())
+        self.inbox: list[Response] = []
+        self.known: dict[str, Addresses] = {}
+        self.clusters: set[str] = set()
+
+    def connect(self) -> None:
+        """Subscribe to the clusters and to what it knew before."""
+        self.take(self.session.receive(Request(CDS)))
+        if self.names:
+            self.take(self.session.receive(Request(EDS, self.names)))
+
+    def take(self, responses: list[Response]) -> None:
+        """Receive."""
+        self.inbox += responses
+
+    def ask_for(self, *names: str, nonce: str) -> None:
+        """Change the subscription to addresses."""
+        self.names = frozenset(names)
+        self.take(self.session.receive(Request(EDS, self.names, nonce)))
+
+    def ack(self) -> Response:
+        """Take over the oldest response."""
+        response = self.inbox.pop(0)
+        names = frozenset[str]()
+        if response.type_url == CDS:
+            self.clusters = set(response.resources)
+        else:
+            names = self.names
+            self.known.update({k: v for k, v in response.resources.items() if isinstance(v, frozenset)})
+        self.take(self.session.receive(Request(response.type_url, names, response.nonce)))
+        return response
+
+    def nack(self) -> Response:
+        """Refuse the oldest response."""
+        response = self.inbox.pop(0)
+        names = self.names if response.type_url == EDS else frozenset()
+        self.take(self.session.receive(Request(response.type_url, names, response.nonce, "no")))
+        return response
+
+
+def connected(offered: Snapshot, *eds: str) -> Envoy:
+    """An Envoy that has taken over a snapshot."""
+    session = AdsSession()
+    session.offer(offered)
+    envoy = Envoy(session, eds=set(eds))
+    envoy.connect()
+    while envoy.inbox:
+        envoy.ack()
+    return envoy
+
+
+def test_nothing_is_said_before_the_first_snapshot() -> None:
+    """An Envoy that asks before anything is published gets no answer, and both answers once something is."""
+    session = AdsSession()
+    envoy = Envoy(session, eds={"chat"})
+    envoy.connect()
+    assert envoy.inbox == []
+    assert [one.type_url for one in session.offer(snapshot(1, chat={A}))] == [CDS, EDS]
+
+
+def test_an_empty_snapshot_is_an_answer_too() -> None:
+    """The first CDS response is sent even if there are no clusters, else Envoy would wait with its listener."""
+    session = AdsSession()
+    session.offer(snapshot(1))
+    [response] = session.receive(Request(CDS))
+    assert response.resources == {}
+
+
+def test_a_new_address_counts_once_acknowledged() -> None:
+    """After a publish the session vouches for the old addresses until Envoy has acknowledged the new ones."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A, B})))
+    assert envoy.session.vouched("chat") == {A}
+    envoy.ack()
+    assert envoy.session.vouched("chat") == {A, B}
+
+
+def test_an_arriving_envoy_vouches_for_what_it_was_sent_first() -> None:
+    """Before its first acknowledgement an Envoy takes nothing away from the fleet."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}))
+    assert session.vouched("chat") is None
+    session.receive(Request(EDS, frozenset({"chat"})))
+    assert session.vouched("chat") == {A}
+
+
+def test_a_refused_update_leaves_the_old_addresses_acknowledged() -> None:
+    """A NACK keeps what was held, and the refused content is not offered again until it changes."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={B})))
+    envoy.nack()
+    assert envoy.session.vouched("chat") == {A}
+    assert envoy.inbox == []
+    assert envoy.session.offer(snapshot(3, chat={B})) == []
+    [again] = envoy.session.offer(snapshot(4, chat={B, C}))
+    assert again.resources == {"chat": {B, C}}
+
+
+def test_an_envoy_that_refused_its_first_addresses_has_no_say() -> None:
+    """One Envoy that accepts nothing does not empty the fleet for the others."""
+    session = AdsSession()
+    envoy = Envoy(session, eds={"chat"})
+    session.offer(snapshot(1, chat={A}))
+    envoy.take(session.receive(Request(EDS, frozenset({"chat"}))))
+    envoy.nack()
+    assert session.vouched("chat") is None
+
+
+def test_a_refused_cluster_list_is_offered_again_once_it_changes() -> None:
+    """CDS behaves as EDS does: refused content waits for a change."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A}, code={B})))
+    assert envoy.nack().type_url == CDS
+    assert envoy.inbox == []
+    assert envoy.session.offer(snapshot(3, chat={A}, code={B})) == []
+    [clusters] = envoy.session.offer(snapshot(4, chat={A}, search={B}))
+    assert set(clusters.resources) == {"chat", "search"}
+
+
+def test_only_the_newest_snapshot_is_sent_to_a_slow_envoy() -> None:
+    """While a response waits for its answer nothing more is sent; then the newest content goes out at once."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A, B})))
+    envoy.take(envoy.session.offer(snapshot(3, chat={B})))
+    envoy.take(envoy.session.offer(snapshot(4, chat={B, C})))
+    assert len(envoy.inbox) == 1
+    envoy.ack()
+    [newest] = envoy.inbox
+    assert (newest.version, newest.resources) == ("4", {"chat": {B, C}})
+
+
+def test_only_changed_clusters_are_sent() -> None:
+    """An address of one pool does not resend another's."""
+    envoy = connected(snapshot(1, chat={A}, code={B}), "chat", "code")
+    [response] = envoy.session.offer(snapshot(2, chat={A, C}, code={B}))
+    assert response.resources == {"chat": {A, C}}
+
+
+def test_an_unchanged_snapshot_is_not_sent_again() -> None:
+    """A new version with the same content is no news."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    assert envoy.session.offer(snapshot(2, chat={A})) == []
+
+
+def test_a_new_cluster_comes_before_its_addresses() -> None:
+    """Make before break: the cluster is announced, then its addresses follow when Envoy asks for them."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A}, code={B})))
+    [clusters] = envoy.inbox
+    assert set(clusters.resources) == {"chat", "code"}
+    envoy.ack()
+    envoy.ask_for("chat", "code", nonce=last_eds_nonce(envoy))
+    [addresses] = envoy.inbox
+    assert addresses.resources == {"code": {B}}
+
+
+def test_a_removed_cluster_leaves_without_a_word_on_its_addresses() -> None:
+    """On removal CDS says so and EDS stays quiet; afterwards the session has no say on that cluster."""
+    envoy = connected(snapshot(1, chat={A}, code={B}), "chat", "code")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A})))
+    [clusters] = envoy.inbox
+    assert (clusters.type_url, set(clusters.resources)) == (CDS, {"chat"})
+    envoy.ack()
+    envoy.ask_for("chat", nonce=last_eds_nonce(envoy))
+    assert envoy.inbox == []
+    assert envoy.session.vouched("code") is None
+    assert envoy.session.vouched("chat") == {A}
+
+
+def test_a_changed_cluster_gets_its_addresses_again() -> None:
+    """Envoy warms a changed cluster anew and waits for addresses, though it holds them already."""
+    envoy = connected(snapshot(1, chat={A}, code={B}), "chat", "code")
+    changed = Snapshot("2", {"chat": b"other", "code": b"code"}, snapshot(1, chat={A}, code={B}).assignments)
+    clusters, addresses = envoy.session.offer(changed)
+    assert (clusters.type_url, addresses.resources) == (CDS, {"chat": {A}})
+
+
+def test_the_same_question_again_is_answered_again() -> None:
+    """A request that repeats an answered one asks for the addresses once more."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.ask_for("chat", nonce=last_eds_nonce(envoy))
+    [response] = envoy.inbox
+    assert response.resources == {"chat": {A}}
+    envoy.ack()
+    assert envoy.inbox == []
+
+
+def test_an_overtaken_answer_changes_nothing() -> None:
+    """An answer to an older response acknowledges nothing."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    old = last_eds_nonce(envoy)
+    envoy.take(envoy.session.offer(snapshot(2, chat={B})))
+    assert envoy.session.receive(Request(EDS, frozenset({"chat"}), old)) == []
+    assert envoy.session.vouched("chat") == {A}
+
+
+def test_a_cluster_without_addresses_is_answered_as_empty() -> None:
+    """A cluster that nobody serves yet gets an empty list, so that Envoy need not wait for it."""
+    session = AdsSession()
+    session.offer(Snapshot("1", {"chat": b"chat"}, {}))
+    [response] = session.receive(Request(EDS, frozenset({"chat"})))
+    assert response.resources == {"chat": frozenset()}
+
+
+def test_an_unknown_cluster_is_not_answered() -> None:
+    """What we do not serve may be served by somebody else later."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}))
+    assert session.receive(Request(EDS, frozenset({"other"}))) == []
+
+
+def test_listeners_are_never_answered() -> None:
+    """LDS and RDS belong to the bootstrap."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}))
+    assert session.receive(Request(LDS)) == []
+
+
+@given(st.data())
+def test_every_order_ends_with_the_newest_acknowledged(data: st.DataObject) -> None:
+    """In any order of publishes, ACKs and NACKs a session vouches for what Envoy really took over.
+
+    No more than one response per type is in flight, and in the end Envoy knows the newest addresses.
+    """
+    session = AdsSession()
+    envoy = Envoy(session, eds={"chat", "code"})
+    sets = st.sets(st.sampled_from([A, B, C]))
+    session.offer(snapshot(0, chat={A}, code=set()))
+    envoy.connect()
+    for version in range(1, data.draw(st.integers(1, 12))):
+        step = data.draw(st.sampled_from(["publish", "ack", "nack"]))
+        if step == "publish":
+            envoy.take(session.offer(snapshot(version, chat=data.draw(sets), code=data.draw(sets))))
+        elif envoy.inbox:
+            envoy.ack() if step == "ack" else envoy.nack()
+        for type_url in (CDS, EDS):
+            assert sum(one.type_url == type_url for one in envoy.inbox) <= 1
+        for name, known in envoy.known.items():
+            assert session.vouched(name) == known
+    envoy.take(session.offer(snapshot(99, chat={A, B, C}, code={C})))
+    while envoy.inbox:
+        envoy.ack()
+    envoy.take(session.offer(snapshot(100, chat={B}, code={A, B})))
+    while envoy.inbox:
+        envoy.ack()
+    assert envoy.known == {"chat": {B}, "code": {A, B}}
+
+
+def last_eds_nonce(envoy: Envoy) -> str:
+    """The nonce an Envoy would repeat in its next EDS request."""
+    subscription = envoy.session._addresses
+    assert subscription is not None
+    return subscription.nonce
