@@ -19,6 +19,11 @@ import grpc
 import httpx
 import pytest
 import yaml
+from aiohttp import web
+from envoy.config.core.v3 import base_pb2
+from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
+from envoy.service.accesslog.v3 import als_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2
 
 from extproc.config.schema import Config
 from extproc.control.envoy_config import bootstrap, filters, pool_cluster, to_yaml
@@ -26,7 +31,7 @@ from extproc.control.xds import Snapshot, XdsServer
 
 ROOT = Path(__file__).parents[2]
 MANAGER = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-SERVICES = (
+XDS_SERVICES = (
     ("envoy.service.discovery.v3.AggregatedDiscoveryService", "StreamAggregatedResources"),
     ("envoy.service.endpoint.v3.EndpointDiscoveryService", "StreamEndpoints"),
 )
@@ -203,6 +208,9 @@ def test_foreign_clusters_are_left_alone() -> None:
     assert [one["name"] for one in sections["clusters"]] == ["pointsman_grpc", "pool_chat", "pool_empty"]
 
 
+_KINDS = {6: "end", 7: "attempt began", 9: "attempt ended"}
+
+
 class Counted:
     """XdsEvents as a list."""
 
@@ -236,6 +244,37 @@ class World:
         self.changed = asyncio.Event()
         self.xds = XdsServer(self.events, self.changed.set)
         self._version = 0
+        self.answers: dict[str, external_processor_pb2.ProcessingResponse] = {}
+        self.entries: list[tuple[str, HTTPAccessLogEntry]] = []
+
+    async def process(self, requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
+        """ext_proc: answers the headers of a bodyless request as `answers` says for its path, else not at all."""
+        async for message in requests:
+            request = external_processor_pb2.ProcessingRequest.FromString(message)
+            if request.HasField("request_headers"):
+                headers = {one.key: one.raw_value.decode() for one in request.request_headers.headers.headers}
+                if headers[":path"] in self.answers:
+                    yield self.answers[headers[":path"]].SerializeToString()
+
+    async def collect(self, messages: AsyncIterator[bytes], _context: object) -> bytes:
+        """The access-log service: keeps every entry under its log's name."""
+        name = ""
+        async for message in messages:
+            decoded = als_pb2.StreamAccessLogsMessage.FromString(message)
+            name = decoded.identifier.log_name or name
+            self.entries += [(name, entry) for entry in decoded.http_logs.log_entry]
+            self.changed.set()
+        return b""
+
+    async def until_logged(self, path: str) -> list[str]:
+        """The entries of one request by log and kind, in order of arrival, once its last is there."""
+        async with asyncio.timeout(60):
+            while True:
+                entries = [(name, one) for name, one in self.entries if one.request.path == path]
+                if any(name == "pointsman" for name, _ in entries):
+                    return [f"{name} {_KINDS[one.common_properties.access_log_type]}" for name, one in entries]
+                self.changed.clear()
+                await self.changed.wait()
 
     def publish(self, *, connect_ms: int = 1_000, **pools: set[str]) -> None:
         """Publish these pools."""
@@ -278,6 +317,18 @@ class World:
                     return (await client.get(path)).json()
                 except httpx.TransportError:  # still starting
                     await asyncio.sleep(0.02)
+
+    async def listening(self, client: httpx.AsyncClient) -> None:
+        """Wait until Envoy answers requests, with whatever."""
+        self.answers["/up"] = refused(200, b"")
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await client.get("/up")
+                except httpx.TransportError:
+                    await asyncio.sleep(0.02)
+                else:
+                    return
 
     async def until_idle(self) -> None:
         """Wait until every response sent has been answered."""
@@ -323,7 +374,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running(document: dict[str, Any], world: World) -> AsyncIterator[World]:
-    """Envoy with this bootstrap, and our xDS server under both of its services."""
+    """Envoy with this bootstrap, and everything it talks to."""
     server = grpc.aio.server(
         options=[
             # Envoy's keep-alive pings every 5 s; grpcio's own limits would answer them with "too many pings"
@@ -332,8 +383,11 @@ async def running(document: dict[str, Any], world: World) -> AsyncIterator[World
             ("grpc.http2.max_ping_strikes", 0),
         ]
     )
-    handler = grpc.stream_stream_rpc_method_handler(world.xds.stream)
-    for service, method in SERVICES:
+    both_ways, one_way = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+    handlers = {service: (method, both_ways(world.xds.stream)) for service, method in XDS_SERVICES}
+    handlers["envoy.service.ext_proc.v3.ExternalProcessor"] = ("Process", both_ways(world.process))
+    handlers["envoy.service.accesslog.v3.AccessLogService"] = ("StreamAccessLogs", one_way(world.collect))
+    for service, (method, handler) in handlers.items():
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     server.add_insecure_port(world.config.listen.grpc)
     await server.start()
@@ -404,3 +458,120 @@ async def test_a_foreign_envoy_follows_our_addresses(folder: Path) -> None:
         world.publish(chat={"127.0.0.1:8002"})
         await world.until_acknowledged("chat", {"127.0.0.1:8002"})
         await world.hosts(lambda hosts: hosts.get("pool_chat") == {"127.0.0.1:8002"})
+
+
+def routed(*addresses: str) -> external_processor_pb2.ProcessingResponse:
+    """Our answer to a request: this cluster, these addresses in this order."""
+    response = external_processor_pb2.ProcessingResponse()
+    common = response.request_headers.response
+    common.clear_route_cache = True
+    headers = {
+        "x-pointsman-cluster": "pool_chat",
+        "x-gateway-destination-endpoint": ",".join(addresses),
+        "x-pointsman-endpoint": addresses[0],
+        "x-pointsman-request-id": "some-id",
+    }
+    for key, value in headers.items():
+        header = base_pb2.HeaderValue(key=key, raw_value=value.encode())
+        common.header_mutation.set_headers.append(
+            base_pb2.HeaderValueOption(header=header, append_action="OVERWRITE_IF_EXISTS_OR_ADD")
+        )
+    return response
+
+
+def refused(status: int, body: bytes) -> external_processor_pb2.ProcessingResponse:
+    """A refusal of ours."""
+    response = external_processor_pb2.ProcessingResponse()
+    immediate = response.immediate_response
+    immediate.status.code, immediate.body, immediate.details = status, body, "pointsman_test"
+    header = base_pb2.HeaderValue(key="content-type", raw_value=b"application/json")
+    immediate.headers.set_headers.append(base_pb2.HeaderValueOption(header=header))
+    return response
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[str]:
+    """Something that answers every request; its address."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response({"ok": True}, headers={"server": "an-engine"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield "{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving(folder: Path, *addresses: str) -> AsyncIterator[tuple[World, httpx.AsyncClient]]:
+    """An Envoy that has these addresses in its pool, and a client of it."""
+    config = live_config()
+    document = plain(bootstrap(config, admin_socket=str(folder / "admin.sock")))
+    async with (
+        running(document, World(config, folder)) as world,
+        httpx.AsyncClient(base_url=f"http://{config.listen.http}", timeout=60) as client,
+    ):
+        world.publish(chat=set(addresses))
+        await world.hosts(lambda hosts: hosts.get("pool_chat") == set(addresses))
+        await world.listening(client)
+        yield world, client
+
+
+async def test_upstream_log_speaks_of_the_unexpected_only(folder: Path) -> None:
+    """A first choice that serves is not worth an entry; a failed attempt, another address and a retry are."""
+    dead = f"127.0.0.1:{free_port()}"
+    async with engine() as alive, serving(folder, dead, alive) as (world, client):
+        world.answers = {
+            "/first": routed(alive),
+            "/failover": routed(dead, alive),
+            "/skipped": routed("127.0.0.1:1", alive),
+            "/down": routed(dead),
+        }
+        statuses = [(await client.get(path)).status_code for path in world.answers]
+        assert statuses == [200, 200, 200, 503]
+        began, ended, end = "pointsman-upstream attempt began", "pointsman-upstream attempt ended", "pointsman end"
+        assert await world.until_logged("/first") == [end]
+        assert (await world.until_logged("/failover"))[:2] == [ended, began]
+        assert (await world.until_logged("/skipped"))[0] == began
+        assert (await world.until_logged("/down"))[0] == ended
+        logged = [entry for name, entry in world.entries if name == "pointsman-upstream"]
+        assert {entry.request.request_headers["x-pointsman-request-id"] for entry in logged} == {"some-id"}
+        attempts = [
+            one.request.request_headers["x-envoy-attempt-count"] for one in logged if one.request.path == "/failover"
+        ]
+        assert attempts == ["1", "2"]
+
+
+async def test_errors_are_json_and_ours_stay_as_written(folder: Path) -> None:
+    """Envoy's own errors come out in OpenAI's shape; what we refuse arrives byte for byte."""
+    ours = b'{"error":  {"message": "%RESPONSE_CODE% is not filled in"}}'
+    async with serving(folder, "127.0.0.1:1") as (world, client):
+        world.answers = {f"/ours/{status}": refused(status, ours) for status in (400, 404, 413, 429, 503, 504)}
+        for path in list(world.answers):
+            answer = await client.get(path)
+            assert (answer.content, answer.status_code) == (ours, int(path.rpartition("/")[2]))
+            assert answer.headers["content-type"] == "application/json"
+        world.answers["/unknown"] = routed("127.0.0.1:2")
+        answer = await client.get("/unknown")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "upstream_unavailable"
+        assert (answer.headers["retry-after"], answer.headers["content-type"]) == ("1", "application/json")
+        answer = await client.post("/large", content=b"x" * (33 * 1024 * 1024))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_headers_for_clients(folder: Path) -> None:
+    """The engine's server header survives; a figure that is not known is left out, not shown empty."""
+    async with engine() as alive, serving(folder, alive) as (world, client):
+        world.answers = {"/known": routed(alive), "/refused": refused(400, b"{}")}
+        world.answers["/known"].dynamic_metadata.update({"pointsman": {"request_id": "some-id"}})
+        answer = await client.get("/known")
+        assert (answer.headers["server"], answer.headers["x-pointsman-request-id"]) == ("an-engine", "some-id")
+        assert not [name for name in answer.headers if name.startswith("x-envoy-")]
+        assert "x-pointsman-request-id" not in (await client.get("/refused")).headers
