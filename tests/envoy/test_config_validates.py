@@ -266,15 +266,17 @@ class World:
             self.changed.set()
         return b""
 
-    async def until_logged(self, path: str) -> list[str]:
-        """The entries of one request by log and kind, in order of arrival, once its last is there."""
+    async def until_logged(self, path: str, *kinds: str) -> None:
+        """Wait until these entries of a request are there. Each log is a stream of its own: no order among them."""
         async with asyncio.timeout(60):
-            while True:
-                entries = [(name, one) for name, one in self.entries if one.request.path == path]
-                if any(name == "pointsman" for name, _ in entries):
-                    return [f"{name} {_KINDS[one.common_properties.access_log_type]}" for name, one in entries]
+            while not set(kinds) <= set(self.logged(path)):
                 self.changed.clear()
                 await self.changed.wait()
+
+    def logged(self, path: str) -> list[str]:
+        """The entries of one request, by log and kind."""
+        entries = [(name, one) for name, one in self.entries if one.request.path == path]
+        return [f"{name} {_KINDS[one.common_properties.access_log_type]}" for name, one in entries]
 
     def publish(self, *, connect_ms: int = 1_000, **pools: set[str]) -> None:
         """Publish these pools."""
@@ -490,10 +492,12 @@ def refused(status: int, body: bytes) -> external_processor_pb2.ProcessingRespon
 
 
 @asynccontextmanager
-async def engine() -> AsyncIterator[str]:
-    """Something that answers every request; its address."""
+async def engine(may_answer: asyncio.Event | None = None) -> AsyncIterator[str]:
+    """Something that answers every request, once it may; its address."""
 
     async def answer(_request: web.Request) -> web.Response:
+        if may_answer is not None:
+            await may_answer.wait()
         return web.json_response({"ok": True}, headers={"server": "an-engine"})
 
     app = web.Application()
@@ -523,6 +527,9 @@ async def serving(folder: Path, *addresses: str) -> AsyncIterator[tuple[World, h
         yield world, client
 
 
+BEGAN, ENDED, END = "pointsman-upstream attempt began", "pointsman-upstream attempt ended", "pointsman end"
+
+
 async def test_upstream_log_speaks_of_the_unexpected_only(folder: Path) -> None:
     """A first choice that serves is not worth an entry; a failed attempt, another address and a retry are."""
     dead = f"127.0.0.1:{free_port()}"
@@ -535,17 +542,28 @@ async def test_upstream_log_speaks_of_the_unexpected_only(folder: Path) -> None:
         }
         statuses = [(await client.get(path)).status_code for path in world.answers]
         assert statuses == [200, 200, 200, 503]
-        began, ended, end = "pointsman-upstream attempt began", "pointsman-upstream attempt ended", "pointsman end"
-        assert await world.until_logged("/first") == [end]
-        assert (await world.until_logged("/failover"))[:2] == [ended, began]
-        assert (await world.until_logged("/skipped"))[0] == began
-        assert (await world.until_logged("/down"))[0] == ended
+        await world.until_logged("/failover", ENDED, BEGAN, END)
+        await world.until_logged("/skipped", BEGAN, END)
+        await world.until_logged("/down", ENDED, END)
+        # entries of one log keep their order, so one for the first request would have come before these
+        assert world.logged("/first") == [END]
         logged = [entry for name, entry in world.entries if name == "pointsman-upstream"]
         assert {entry.request.request_headers["x-pointsman-request-id"] for entry in logged} == {"some-id"}
-        attempts = [
-            one.request.request_headers["x-envoy-attempt-count"] for one in logged if one.request.path == "/failover"
-        ]
-        assert attempts == ["1", "2"]
+        failover = [one.request.request_headers for one in logged if one.request.path == "/failover"]
+        assert [headers["x-envoy-attempt-count"] for headers in failover] == ["1", "2"]
+
+
+async def test_a_move_is_told_while_the_answer_runs(folder: Path) -> None:
+    """That another address serves is told at once: the engine here answers only after we have heard of it."""
+    dead = f"127.0.0.1:{free_port()}"
+    heard = asyncio.Event()
+    async with engine(heard) as alive, serving(folder, dead, alive) as (world, client):
+        world.answers = {"/failover": routed(dead, alive)}
+        answer = asyncio.create_task(client.get("/failover"))
+        await world.until_logged("/failover", ENDED, BEGAN)
+        assert END not in world.logged("/failover")
+        heard.set()
+        assert (await answer).status_code == 200
 
 
 async def test_errors_are_json_and_ours_stay_as_written(folder: Path) -> None:
