@@ -172,6 +172,29 @@ def sim(
         _fail(str(error))
 
 
+@cli.command()
+def demo(
+    sessions: Annotated[int, typer.Option(min=1, help="conversations, all at the same time")] = 40,
+    turns: Annotated[int, typer.Option(min=1, help="questions in each")] = 5,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="simulated engines")] = 4,
+    speed: Annotated[float, typer.Option(min=0.01, help="how much faster than the hardware the engines are")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the conversations")] = 1,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
+) -> None:
+    """Compare two policies on simulated engines behind a real Envoy, in about a minute."""
+    from extproc.launcher import NoEnvoy
+
+    try:
+        from extproc.demo.run import Demo, run
+        from extproc.demo.workload import Shape
+    except ModuleNotFoundError as error:
+        _fail(f"the demo needs {error.name}, which is not installed: pip install 'pointsman[demo]'")
+    try:
+        sys.exit(run(Demo(Shape(sessions=sessions, turns=turns), engines, speed, seed, keep)))
+    except NoEnvoy as error:
+        _fail(str(error))
+
+
 async def _until_stopped(work: Coroutine[None, None, None]) -> None:
     """Run until done, SIGINT or SIGTERM."""
     task = asyncio.ensure_future(work)
