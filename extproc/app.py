@@ -32,6 +32,7 @@ from extproc.wire.access_log import AccessLog
 from extproc.wire.grpc_server import (
     ACCESS_LOG,
     ADS,
+    EDS,
     EXT_PROC,
     HealthServer,
     bidirectional,
@@ -115,6 +116,8 @@ class App:
             (EXT_PROC, "Process"): bidirectional(processor.process),
             (ACCESS_LOG, "StreamAccessLogs"): client_streaming(access_log.stream),
             (ADS, "StreamAggregatedResources"): bidirectional(self._publisher.stream),
+            # For an Envoy whose ADS is somebody else's: our clusters in `envoy --format filters` ask here.
+            (EDS, "StreamEndpoints"): bidirectional(self._publisher.stream),
         }
 
     async def stop(self) -> None:

@@ -123,7 +123,9 @@ def check(
 @cli.command()
 def envoy(
     config: ConfigPath,
-    output: Annotated[EnvoyFormat, typer.Option("--format", help="a whole Envoy, or parts for yours")],
+    output: Annotated[EnvoyFormat, typer.Option("--format", help="a whole Envoy, or parts for yours")] = (
+        EnvoyFormat.BOOTSTRAP
+    ),
 ) -> None:
     """Print Envoy configuration for CONFIG."""
     from extproc.control import envoy_config

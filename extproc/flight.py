@@ -21,6 +21,9 @@ from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.types import Decision, InferenceRequest, Reservation
 
+REQUEST_ID_BYTES = 12
+"""Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
+
 
 class Stage(IntEnum):
     """How far a request has come."""
@@ -36,7 +39,6 @@ class Attempt:
 
     request_id: str
     address: str | None
-    number: int
     failed: str | None
 
 
@@ -111,7 +113,8 @@ class Flight:
         self.ended_at_s = 0.0
         self.stage = Stage.OPEN
         self.settled = False
-        self.request_id = ""
+        # Known to Envoy before the body comes, so that the access log can name even a request cut off while we decide.
+        self.request_id = secrets.token_hex(REQUEST_ID_BYTES)
         self.request: InferenceRequest | None = None
         self.decision: Decision | None = None
         self.placement: Placement | None = None
@@ -123,7 +126,6 @@ class Flight:
         self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation
     ) -> None:
         """The request has its place; from here on `close()` gives it back."""
-        self.request_id = secrets.token_hex(12)
         self.request = request
         self.decision = decision
         self.placement = placement

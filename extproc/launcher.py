@@ -127,22 +127,20 @@ class Launcher:
         self._admin_socket = self._run / "envoy-admin.sock"
         serve = [sys.executable, "-m", "extproc.cli", "serve", str(config_path)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
-        envoy = [find_envoy(), "-c", str(self._run / "envoy.yaml"), "--disable-hot-restart", "-l", "warning", *workers]
+        # `misc` warns of every message its authors have not declared stable; that choice is ours and made.
+        quiet = ["--disable-hot-restart", "-l", "warning", "--component-log-level", "misc:error"]
+        envoy = [find_envoy(), "-c", str(self._run / "envoy.yaml"), *quiet, *workers]
         self._serve = _Child("decision process", serve, ALLOCATOR)
         self._envoy = _Child("envoy", envoy)
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
         """Start everything, keep it running, stop it in order. Raises ChildFailed."""
-        from extproc.control.envoy_config import bootstrap, to_yaml
-
         raise_file_limit()
-        text = to_yaml(bootstrap(self._config, admin_socket=str(self._admin_socket)))
-        (self._run / "envoy.yaml").write_text(text, encoding="utf-8")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
-        keepers = [asyncio.create_task(self._keep(child)) for child in (self._serve, self._envoy)]
+        keepers = [asyncio.create_task(self._keep(self._serve)), asyncio.create_task(self._keep_envoy())]
         ready = asyncio.create_task(self._announce())
         stop = asyncio.create_task(self._stopping.wait())
         try:
@@ -151,6 +149,17 @@ class Launcher:
                 task.result()
         finally:
             await self._stop([*keepers, ready, stop])
+
+    async def _keep_envoy(self) -> None:
+        """Write Envoy's configuration, in a thread while the decision process starts: its imports take a second."""
+        await asyncio.to_thread(self._write_envoy_config)
+        await self._keep(self._envoy)
+
+    def _write_envoy_config(self) -> None:
+        from extproc.control.envoy_config import bootstrap, to_yaml
+
+        text = to_yaml(bootstrap(self._config, admin_socket=str(self._admin_socket)))
+        (self._run / "envoy.yaml").write_text(text, encoding="utf-8")
 
     async def _keep(self, child: _Child) -> None:
         """Start the child, and again whenever it falls."""
@@ -181,6 +190,7 @@ class Launcher:
 
     async def _stop(self, tasks: list[asyncio.Task[Any]]) -> None:
         self._stopping.set()
+        log.info("stopping: running answers may finish", at_most_s=_KILL_AFTER_S)
         await self._drain_envoy()
         await self._envoy.stop()
         await self._serve.stop()

@@ -31,8 +31,12 @@ class Snapshot:
     assignments: Mapping[str, Addresses]
 
     def addresses(self, cluster: str) -> Addresses | None:
-        """The addresses of a cluster; none yet are an answer too, else Envoy would wait for the cluster to warm."""
-        return self.assignments.get(cluster, frozenset() if cluster in self.clusters else None)
+        """The addresses of a cluster; None while discovery has not reported them.
+
+        Then nothing is said: a new Envoy waits a little for the cluster (initial_fetch_timeout), and one that was
+        there before we restarted keeps the addresses it has.
+        """
+        return self.assignments.get(cluster)
 
 
 @dataclass(frozen=True, slots=True)

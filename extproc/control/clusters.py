@@ -105,12 +105,19 @@ def pointsman_grpc_service(*, retry_quickly: bool = False) -> envoy.GrpcService:
     return envoy.GrpcService(envoy_grpc=target)
 
 
+_PATIENCE_S = 2
+
+
 def _address_source(via: Via) -> envoy.ConfigSource:
-    if via == "ads":
-        return envoy.ConfigSource(ads=envoy.AggregatedConfigSource(), resource_api_version=envoy.ApiVersion.V3)
-    return envoy.ConfigSource(
-        api_config_source=xds_source(envoy.ApiConfigSourceApiType.GRPC), resource_api_version=envoy.ApiVersion.V3
+    # A cluster whose discovery never reports (its file is missing) must not keep a new Envoy from serving the others.
+    source = envoy.ConfigSource(
+        resource_api_version=envoy.ApiVersion.V3, initial_fetch_timeout=timedelta(seconds=_PATIENCE_S)
     )
+    if via == "ads":
+        source.ads = envoy.AggregatedConfigSource()
+    else:
+        source.api_config_source = xds_source(envoy.ApiConfigSourceApiType.GRPC)
+    return source
 
 
 def xds_source(api_type: envoy.ApiConfigSourceApiType = envoy.ApiConfigSourceApiType.GRPC) -> envoy.ApiConfigSource:

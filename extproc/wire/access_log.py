@@ -67,11 +67,12 @@ class AccessLog:
         if isinstance(entry, Attempt):
             self._events.entry(kind="attempt", result="joined" if self._flights.on_attempt(entry) else "unknown")
             return
-        if "no_healthy_upstream" in entry.flags and entry.request_id:
+        if "no_healthy_upstream" in entry.flags:
             self._events.no_known_address()
         self._events.entry(kind="request", result=self._result(entry))
 
     def _result(self, entry: Completion) -> str:
-        if not entry.request_id:
-            return "unrouted"
-        return "joined" if self._flights.on_completion(entry) else "unknown"
+        """`unrouted`: we answered it or it ended before we could. `unknown`: routed, but not by this process."""
+        if self._flights.on_completion(entry):
+            return "joined"
+        return "unknown" if entry.address is not None else "unrouted"

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
 ADS = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+EDS = "envoy.service.endpoint.v3.EndpointDiscoveryService"
 
 _HEALTH_NAMES = ("", "liveness", "readiness", "inference-extension", EXT_PROC)
 """What gateways and kubelets ask for: the empty name, Kubernetes' two, the endpoint-picker protocol's, and Envoy's."""
@@ -38,6 +39,11 @@ def envoy_server(address: str, handlers: Mapping[tuple[str, str], Any], *, large
             ("grpc.max_concurrent_streams", _STREAMS),
             # Two routers on one port would each see a part of the requests and none would count right.
             ("grpc.so_reuseport", 0),
+            # Envoy pings every 5 s to notice when we hang; grpcio takes that for abuse, drops the connection after a
+            # while, and with it every reservation whose stream was quiet.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_ping_strikes", 0),
         ]
     )
     for (service, method), handler in handlers.items():

@@ -18,7 +18,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
 
-from extproc.flight import Attempt, Completion, Usage
+from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
 from extproc.reply import Answer, Reply, Route
 from extproc.request.splice import apply
 
@@ -114,6 +114,24 @@ CONTINUE: dict[Phase, bytes] = {phase: _empty_reply(name) for name, phase in _PH
 """Per phase the reply that changes nothing."""
 
 
+def _accept_template() -> tuple[bytes, bytes]:
+    """What stands before and after the request id in the reply to request headers. Ids are all of one length."""
+    placeholder = "0" * 2 * REQUEST_ID_BYTES
+    response = ext_proc.ProcessingResponse()
+    response.request_headers.SetInParent()
+    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["request_id"].string_value = placeholder
+    before, _, after = bytes(response.SerializeToString()).partition(placeholder.encode())
+    return before, after
+
+
+_ACCEPT_BEFORE, _ACCEPT_AFTER = _accept_template()
+
+
+def accept(request_id: str) -> bytes:
+    """The reply to request headers: go on, and remember `request_id` for the access log."""
+    return _ACCEPT_BEFORE + request_id.encode() + _ACCEPT_AFTER
+
+
 def render(reply: Reply, phase: Phase, body: bytes) -> bytes:
     """Encode the answer to a REQUEST_HEADERS or REQUEST_BODY message; `body` is what the splices edit."""
     if isinstance(reply, Answer):
@@ -125,9 +143,7 @@ def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     response = ext_proc.ProcessingResponse()
     response.CopyFrom(_route_template(phase, route.cluster, route.addresses, route.headers, route.model))
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
-    request_id = route.request_id
-    _set_header(common, REQUEST_ID_HEADER, request_id)
-    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["request_id"].string_value = request_id
+    _set_header(common, REQUEST_ID_HEADER, route.request_id)
     if route.splices:
         edited = apply(body, route.splices)
         common.body_mutation.body = edited
@@ -228,8 +244,8 @@ def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
         failed = _failure(entry)
         if failed is None:
             # An attempt that ended well says nothing new: where it ran was told when it started.
-            return Attempt(_request_id(entry), None, common.upstream_request_attempt_count, None)
-    return Attempt(_request_id(entry), _address(common), common.upstream_request_attempt_count, failed)
+            return Attempt(_request_id(entry), None, None)
+    return Attempt(_request_id(entry), _address(common), failed)
 
 
 def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:

@@ -19,7 +19,7 @@ import structlog
 
 from extproc.flight import Flight, Flights
 from extproc.reply import Pending, Reply, refuse
-from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, read, render
+from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, accept, read, render
 from policies.types import Reason, Refusal
 
 log = structlog.get_logger(__name__)
@@ -68,11 +68,11 @@ class Exchange:
 
     def _on_headers(self, headers: Mapping[str, str], mode: BodyMode, *, end_of_stream: bool) -> bytes | Pending:
         self._headers = headers
-        if end_of_stream:
+        if end_of_stream or ":path" not in headers:  # CONNECT has no path and sends no body to wait for
             return self._decided(Phase.REQUEST_HEADERS, b"")
         if mode not in _SERVED_MODES:
             return self._refuse_mode(mode)
-        return CONTINUE[Phase.REQUEST_HEADERS]
+        return accept(self._flight.request_id)
 
     def _refuse_mode(self, mode: BodyMode) -> bytes:
         refusal = Refusal(

@@ -213,6 +213,24 @@ def chat(content: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": "sim", "messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
 
 
+class HeldStream:
+    """A streamed answer that stays open after its first tokens, until its engine is told to release."""
+
+    def __init__(self, client: httpx.Client, system: System, **fields: Any) -> None:
+        body = chat(stream=True, **{"max_tokens": 3, **fields})
+        request = client.build_request("POST", f"{system.url}/v1/chat/completions", json=body, headers=held(2))
+        self.answer = client.send(request, stream=True)
+        assert self.answer.status_code == 200
+        self.endpoint: str = self.answer.headers["x-pointsman-endpoint"]
+        self.request_id: str = self.answer.headers["x-pointsman-request-id"]
+        self._chunks = self.answer.iter_raw()
+        self._first = next(self._chunks)
+
+    def rest(self) -> bytes:
+        """All of the answer. Raises httpx.RemoteProtocolError if it is cut."""
+        return self._first + b"".join(self._chunks)
+
+
 def held(tokens: int = 1) -> dict[str, str]:
     """The header that keeps an answer open after so many tokens, until released."""
     return {"x-sim-fault": json.dumps({"hold": tokens})}

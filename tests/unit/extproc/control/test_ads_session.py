@@ -218,11 +218,12 @@ def test_an_overtaken_answer_changes_nothing() -> None:
     assert envoy.session.vouched("chat") == {A}
 
 
-def test_a_cluster_without_addresses_is_answered_as_empty() -> None:
-    """A cluster that nobody serves yet gets an empty list, so that Envoy need not wait for it."""
+def test_nothing_is_said_of_a_cluster_whose_discovery_has_not_reported() -> None:
+    """An Envoy that knew its addresses before we restarted keeps them; an empty list is sent once it is known."""
     session = AdsSession()
     session.offer(Snapshot("1", {"chat": b"chat"}, {}))
-    [response] = session.receive(Request(EDS, frozenset({"chat"})))
+    assert session.receive(Request(EDS, frozenset({"chat"}))) == []
+    [response] = session.offer(Snapshot("2", {"chat": b"chat"}, {"chat": frozenset()}))
     assert response.resources == {"chat": frozenset()}
 
 
