@@ -190,7 +190,8 @@ def demo(
         from extproc.demo.run import Demo, run
         from extproc.demo.workload import Shape
     except ModuleNotFoundError as error:
-        _fail(f"the demo needs {error.name}, which is not installed: pip install 'pointsman[demo]'")
+        package = str(error.name).partition(".")[0]
+        _fail(f"the demo needs {package}, which is not installed: pip install 'pointsman[demo]'")
     try:
         sys.exit(run(Demo(Shape(sessions=sessions, turns=turns), engines, speed, seed, keep)))
     except NoEnvoy as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -280,3 +282,14 @@ def test_what_runs_is_said_honestly() -> None:
     text = describe(Demo(Shape(sessions=6, turns=3), engines=4, speed=2.5, seed=1, keep=False))
     for part in ("4 simulated engines", "at 2.5 times", "6 sessions of 3 turns", "18 requests"):
         assert part in text
+
+
+@pytest.mark.parametrize("missing", ["openai", "rich"])
+def test_a_missing_extra_is_said_with_what_to_install(missing: str) -> None:
+    """Without a traceback: the package, and the extra that brings it."""
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['demo']; from extproc.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (f"the demo needs {missing}, which is not installed: pip install 'pointsman[demo]'")
