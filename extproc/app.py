@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -137,9 +138,12 @@ class App:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.fleet.tick()
-            self.flights.expire()
-            self._watchers.watch(self.fleet.addresses())
+            try:
+                self.fleet.tick()
+                self.flights.expire()
+                self._watchers.watch(self.fleet.addresses())
+            except Exception:
+                log.exception("tick failed")  # and goes on: without it nothing would ever be let go
 
     # -- generations
 
@@ -195,6 +199,10 @@ class App:
         """The newest decisions."""
         return self.decision_log.read(limit, request_id)
 
+    def refusals(self, limit: int) -> list[dict[str, Any]]:
+        """The newest refusals."""
+        return self.decision_log.read_refusals(limit)
+
     def explain(self, path: str, body: bytes) -> dict[str, Any]:
         """Where a body would go now."""
         return self.pipeline.explain(path, body)
@@ -228,13 +236,28 @@ def _stale_after_s(config: Config) -> float:
     return config.scrape.interval_ms * config.scrape.stale_after_intervals / 1000
 
 
-_FIXED_PARTS = ("listen", "admin")
-"""Sections that only a restart changes: sockets are bound once."""
+_FIXED_PARTS = (
+    # sockets are bound once
+    "listen",
+    "admin.listen",
+    "observe.metrics",
+    # held by parts that live as long as the process
+    "limits.endpoints",
+    "observe.decisions",
+    "observe.log",
+    # parts of Envoy's listener and routes, which stand in its bootstrap
+    "wire.response_headers",
+    "timeouts.stream_idle_s",
+    "limits.request_body_bytes",
+)
+"""What only a restart (of Envoy, for the last group) puts into effect."""
 
 
 def _warn_of_fixed_parts(old: Config, new: Config) -> None:
-    changed = [part for part in _FIXED_PARTS if getattr(old, part) != getattr(new, part)]
-    changed += ["limits.endpoints"] if old.limits.endpoints != new.limits.endpoints else []
-    changed += ["observe"] if old.observe != new.observe else []
+    changed = [part for part in _FIXED_PARTS if _field(old, part) != _field(new, part)]
     if changed:
-        log.warning("these sections take effect at the next start only", sections=changed)
+        log.warning("changed, but in effect at the next start only", fields=changed)
+
+
+def _field(config: Config, path: str) -> object:
+    return attrgetter(path)(config)

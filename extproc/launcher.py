@@ -85,7 +85,7 @@ class _Child:
             env={**os.environ, **self.environment},
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone, which stops them in order
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
         )
         log.info("started", child=self.name, pid=self.process.pid)
         return self.process
@@ -104,7 +104,7 @@ class _Child:
             await process.wait()
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """Linux: have the kernel stop the child if the launcher is killed. Elsewhere nothing can be done."""
     if sys.platform != "linux":
         return None

@@ -68,10 +68,14 @@ def _describe(completion: Completion, outcome: str) -> dict[str, object]:
         "details": completion.details,
         "attempts": completion.attempts,
         "failed": completion.failed,
-        "ttft_s": completion.ttft_s,
-        "duration_s": completion.duration_s,
+        "ttft_s": _rounded(completion.ttft_s),
+        "duration_s": _rounded(completion.duration_s),
         "usage": asdict(completion.usage) if completion.usage is not None else None,
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _pool(flight: Flight) -> str:

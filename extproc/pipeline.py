@@ -92,6 +92,7 @@ class Pipeline:
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
         if isinstance(outcome, Refusal):
             self._events.refused_with(outcome.reason, outcome.status)
+            self._decisions.add_refusal(self._wall_clock(), flight.request_id, headers.get(":path", ""), outcome)
             return refuse(outcome)
         return outcome
 

@@ -15,6 +15,8 @@ import msgspec
 from extproc.request.splice import Splice
 from policies.types import Reason, Refusal
 
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+
 _JSON = ("content-type", "application/json")
 
 
@@ -29,7 +31,7 @@ class Route:
     addresses: tuple[str, ...]
     request_id: str
     model: str
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: Headers = ()
     splices: tuple[Splice, ...] = ()
 
 
@@ -39,7 +41,7 @@ class Answer:
 
     status: int
     body: bytes
-    headers: tuple[tuple[str, str], ...] = (_JSON,)
+    headers: Headers = (_JSON,)
     reason: str = "answered"
 
 
@@ -59,11 +61,11 @@ def refuse(refusal: Refusal) -> Answer:
         "message": refusal.message,
         "type": refusal.type,
         "param": refusal.param,
-        "code": _CODES.get(refusal.reason, refusal.status),
+        "code": _CODES.get(refusal.reason, refusal.reason),
     }
-    headers = (_JSON,)
+    headers: Headers = (_JSON,)
     if refusal.retry_after_s is not None:
-        headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))  # type: ignore[assignment] # longer, same kind
+        headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
     return Answer(refusal.status, msgspec.json.encode({"error": error}), headers, refusal.reason)
 
 
@@ -71,4 +73,4 @@ _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
     Reason.CONTEXT_TOO_LONG: "context_length_exceeded",
 }
-"""Codes that OpenAI's clients know by name; elsewhere the code repeats the status, as vLLM does."""
+"""Codes that OpenAI's clients know by name; elsewhere the code is our reason."""

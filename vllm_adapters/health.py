@@ -41,7 +41,12 @@ def parse_models(body: bytes) -> Listing:
     """Read the answer of GET /v1/models. Raises NotAListing."""
     try:
         models = _decode(body).data
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotAListing(str(error)) from error
-    windows = [model.max_model_len for model in models if isinstance(model.max_model_len, int)]
+    windows = [model.max_model_len for model in models if _is_window(model.max_model_len)]
     return Listing(frozenset(model.id for model in models), max(windows, default=None))
+
+
+def _is_window(value: object) -> bool:
+    """A context length that makes sense: base models state one, adapters null."""
+    return isinstance(value, int) and 0 < value < 1 << 40

@@ -7,6 +7,7 @@ are summed, KV usage is averaged.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -54,8 +55,8 @@ def parse_metrics(page: bytes) -> EngineFigures:
     for name, labels, value in _LINE.findall(page):
         if name == _CACHE_CONFIG:
             capacity += _capacity_tokens(labels)
-        else:
-            values.setdefault(_NAMES[name], []).append(_number(value))
+        elif (number := _number(value)) is not None:
+            values.setdefault(_NAMES[name], []).append(number)
     if "running" not in values or "waiting" not in values:
         raise NotMetrics("no vllm:num_requests_running and _waiting on the page")
     return EngineFigures(
@@ -69,22 +70,30 @@ def parse_metrics(page: bytes) -> EngineFigures:
     )
 
 
+_LARGEST_CAPACITY_TOKENS = 1 << 40
+"""A trillion tokens of KV cache: what claims more is not believed."""
+
+
 def _capacity_tokens(labels: bytes) -> int:
-    """KV capacity: the engine's own figure if it gives one, else blocks times block size."""
+    """KV capacity: the engine's own figure if it gives one, else blocks times block size; 0 if neither makes sense."""
     fields = dict(_LABEL.findall(labels))
     try:
         if fields.get(b"kv_cache_size_tokens", b"None") != b"None":
-            return int(fields[b"kv_cache_size_tokens"])
-        return int(fields[b"num_gpu_blocks"]) * int(fields[b"block_size"])
+            tokens = int(fields[b"kv_cache_size_tokens"])
+        else:
+            tokens = int(fields[b"num_gpu_blocks"]) * int(fields[b"block_size"])
     except (KeyError, ValueError):
         return 0
+    return tokens if 0 < tokens <= _LARGEST_CAPACITY_TOKENS else 0
 
 
-def _number(text: bytes) -> float:
+def _number(text: bytes) -> float | None:
+    """A count or share, or None: one NaN would make every score NaN."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        return 0.0
+        return None
+    return number if 0 <= number < math.inf else None
 
 
 def _sum(values: list[float] | None) -> float | None:

@@ -29,6 +29,9 @@ class Operations(Protocol):
     def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
         """The newest decisions."""
 
+    def refusals(self, limit: int) -> list[dict[str, Any]]:
+        """The newest refusals."""
+
     def explain(self, path: str, body: bytes) -> dict[str, Any]:
         """Where a body would go now."""
 
@@ -79,6 +82,7 @@ class AdminServer:
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/v1/fleet", self._fleet)
         app.router.add_get("/v1/decisions", self._decisions)
+        app.router.add_get("/v1/refusals", self._refusals)
         app.router.add_post("/v1/explain", self._explain)
         app.router.add_get("/v1/config", self._config)
         app.router.add_post("/v1/endpoints/{endpoint:[^/]+}:{verb:drain|undrain}", self._drain)
@@ -95,11 +99,11 @@ class AdminServer:
         return _json({"endpoints": self._operations.describe_fleet()})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        limit = request.query.get("limit", "20")
-        if not limit.isdecimal():
-            return _json({"error": {"message": "limit must be a whole number"}}, 400)
-        found = self._operations.decisions(min(int(limit), _MOST_DECISIONS), request.query.get("request_id"))
+        found = self._operations.decisions(_limit(request), request.query.get("request_id"))
         return _json({"decisions": found})
+
+    async def _refusals(self, request: web.Request) -> web.Response:
+        return _json({"refusals": self._operations.refusals(_limit(request))})
 
     async def _explain(self, request: web.Request) -> web.Response:
         """POST the body a client would send; `?path=` names the API, chat completions unless told."""
@@ -114,6 +118,14 @@ class AdminServer:
         if not self._operations.drain(endpoint, drain=verb == "drain"):
             return _json({"error": {"message": f"no endpoint {endpoint}"}}, 404)
         return _json({"endpoint": endpoint, "done": verb})
+
+
+def _limit(request: web.Request) -> int:
+    """`?limit=`, 20 unless told. Raises HTTPBadRequest."""
+    limit = request.query.get("limit", "20")
+    if not limit.isdecimal():
+        raise web.HTTPBadRequest(reason="limit must be a whole number")
+    return min(int(limit), _MOST_DECISIONS)
 
 
 async def _live(_request: web.Request) -> web.Response:

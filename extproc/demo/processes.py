@@ -14,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from extproc.launcher import _die_with_parent
+from extproc.launcher import die_with_parent
 from vllm_adapters.metrics import EngineFigures, parse_metrics
 
 MODEL, ALIAS = "sim", "gpt-4o"
@@ -93,7 +93,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C on the terminal is for the demo alone, which stops them in order
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
 
     def check(self) -> None:

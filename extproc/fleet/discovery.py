@@ -105,22 +105,26 @@ _RETRY_S = 1.0
 
 async def follow_file(file: Path, on_text: Callable[[str | None], None]) -> None:
     """Call `on_text` with the file's text now and whenever it has changed; None when it cannot be read."""
-    last: str | None = None
-    first = True
+    seen: list[str | None] = []  # nothing yet, or the text last reported
     while True:
-        text = await asyncio.to_thread(_text, file)
-        if first or text != last:
-            on_text(text)
-        first, last = False, text
+        await _report_change(file, seen, on_text)
         try:
             async for _ in watchfiles.awatch(file.parent, recursive=False, debounce=50, step=20, yield_on_timeout=True):
-                text = await asyncio.to_thread(_text, file)
-                if text != last:
-                    last = text
-                    on_text(text)
+                await _report_change(file, seen, on_text)
         except (OSError, RuntimeError) as error:  # watchfiles' way to say that the folder is not there
             log.debug("cannot watch", folder=str(file.parent), error=str(error))
             await asyncio.sleep(_RETRY_S)
+
+
+async def _report_change(file: Path, seen: list[str | None], on_text: Callable[[str | None], None]) -> None:
+    text = await asyncio.to_thread(_text, file)
+    if seen == [text]:
+        return
+    seen[:] = [text]
+    try:
+        on_text(text)
+    except Exception:
+        log.exception("change not taken over", file=str(file))  # the next change must still be seen
 
 
 def _text(file: Path) -> str | None:

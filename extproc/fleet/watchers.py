@@ -119,6 +119,11 @@ class _Watcher:
             log.debug("probe failed", endpoint=self._address, error=repr(error))
             self._fleet.observe(self._address, Evidence.PROBE_FAILED)
             return False
+        except Exception:
+            # A page that trips us must not end the loop: the endpoint would keep its last state for ever.
+            log.exception("probe failed", endpoint=self._address)
+            self._fleet.observe(self._address, Evidence.PROBE_FAILED)
+            return False
         return True
 
     # -- metrics
@@ -146,6 +151,9 @@ class _Watcher:
             self._fleet.scraped(self._address, parse_metrics(page))
         except (aiohttp.ClientError, NotMetrics, TimeoutError, OSError, ValueError) as error:
             log.debug("scrape failed", endpoint=self._address, error=repr(error))
+            return False
+        except Exception:  # as above
+            log.exception("scrape failed", endpoint=self._address)
             return False
         return True
 

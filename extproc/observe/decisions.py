@@ -6,11 +6,13 @@ A record keeps references to the arrays the decision already made; text is built
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from policies.placement.placement import Unplaceable
-from policies.types import Decision, Filtered, InferenceRequest
+from policies.types import Decision, Filtered, InferenceRequest, Refusal
+
+_LONGEST_PATH = 200
 
 
 @dataclass(slots=True)
@@ -30,10 +32,14 @@ class Record:
 
 
 class DecisionLog:
-    """A ring of records; `capacity` 0 keeps none."""
+    """Two rings, of decisions and of refusals, so that a flood of bad requests does not push the good ones out.
+
+    `capacity` bounds each; 0 keeps none.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._records: deque[Record] = deque(maxlen=capacity)
+        self._refusals: deque[tuple[float, str, str, Refusal]] = deque(maxlen=capacity)
         self._by_id: dict[str, Record] = {}
 
     def add(self, time_s: float, request_id: str, request: InferenceRequest, decision: Decision) -> None:
@@ -54,6 +60,18 @@ class DecisionLog:
         )
         self._records.append(record)
         self._by_id[request_id] = record
+
+    def add_refusal(self, time_s: float, request_id: str, path: str, refusal: Refusal) -> None:
+        """Keep one refusal."""
+        self._refusals.append((time_s, request_id, path[:_LONGEST_PATH], refusal))
+
+    def read_refusals(self, limit: int) -> list[dict[str, Any]]:
+        """The newest `limit` refusals, newest first."""
+        newest = list(self._refusals)[-limit:] if limit > 0 else []
+        return [
+            {"time": round(time_s, 3), "request_id": request_id, "path": path, **asdict(refusal)}
+            for time_s, request_id, path, refusal in reversed(newest)
+        ]
 
     def finish(self, request_id: str, served_by: str | None, outcome: dict[str, Any]) -> None:
         """Note how a request went, if its record is still here."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,9 @@ from policies.lifecycle import State
 _STAGE_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 40, 80)
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call] # else a second series stands beside every counter
 
 
 class Metrics:
@@ -54,6 +57,7 @@ class Metrics:
         self._messages = self._counter("ext_proc_messages", "ext_proc messages from Envoy", "phase")
         self._malformed = self._counter("malformed_messages", "gRPC payloads that are not protocol messages", "service")
         self._entries = self._counter("access_log_entries", "Access-log entries", "kind", "result")
+        self._envoy_answers = self._counter("envoy_answers", "Requests Envoy answered itself, undecided", "status")
         self._missing = self._counter("access_log_missing", "Finished requests whose entry never came")
         self._xds = self._counter("xds_messages", "xDS messages", "event", "type")
         self._xds_sessions = self._gauge("xds_sessions", "Envoys connected for xDS")
@@ -163,6 +167,10 @@ class Metrics:
     def entry_missing(self) -> None:
         """An access-log entry did not come in time."""
         self._missing.inc()
+
+    def answered_by_envoy(self, status: int) -> None:
+        """Envoy answered a request itself."""
+        self._envoy_answers.labels(str(status)).inc()
 
     def no_known_address(self) -> None:
         """Envoy knew none of the picked addresses."""

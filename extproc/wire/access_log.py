@@ -13,7 +13,7 @@ import grpc.aio
 import structlog
 
 from extproc.flight import Attempt, Completion, Flights
-from extproc.wire.messages import Malformed, read_access_log
+from extproc.wire.messages import OWN_DETAILS, Malformed, read_access_log
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +26,9 @@ class AccessLogEvents(Protocol):
 
     def malformed(self, service: str) -> None:
         """Bytes came that are no message of the protocol."""
+
+    def answered_by_envoy(self, status: int) -> None:
+        """Envoy answered a request itself, before or instead of any endpoint."""
 
     def no_known_address(self) -> None:
         """Envoy knew none of the addresses we picked and answered 503 itself."""
@@ -75,4 +78,8 @@ class AccessLog:
         """`unrouted`: we answered it or it ended before we could. `unknown`: routed, but not by this process."""
         if self._flights.on_completion(entry):
             return "joined"
-        return "unknown" if entry.address is not None else "unrouted"
+        if entry.address is not None:
+            return "unknown"
+        if entry.status and not entry.details.startswith(OWN_DETAILS):
+            self._events.answered_by_envoy(entry.status)
+        return "unrouted"

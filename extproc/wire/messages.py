@@ -28,6 +28,8 @@ CLUSTER_HEADER = "x-pointsman-cluster"
 ENDPOINT_HEADER = "x-pointsman-endpoint"
 REQUEST_ID_HEADER = "x-pointsman-request-id"
 METADATA_NAMESPACE = "pointsman"
+OWN_DETAILS = "pointsman_"
+"""How Envoy's response_code_details begin where the answer was ours."""
 
 
 class Phase(IntEnum):
@@ -132,10 +134,10 @@ def accept(request_id: str) -> bytes:
     return _ACCEPT_BEFORE + request_id.encode() + _ACCEPT_AFTER
 
 
-def render(reply: Reply, phase: Phase, body: bytes) -> bytes:
+def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
     """Encode the answer to a REQUEST_HEADERS or REQUEST_BODY message; `body` is what the splices edit."""
     if isinstance(reply, Answer):
-        return _render_answer(reply)
+        return _render_answer(reply, request_id)
     return _render_route(reply, phase, body)
 
 
@@ -181,19 +183,17 @@ def _set_header(common: ext_proc.CommonResponse, name: str, value: str) -> None:
 _OVERWRITE = ext_proc.HeaderMutation().set_headers.add().OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def _render_answer(answer: Answer) -> bytes:
+def _render_answer(answer: Answer, request_id: str) -> bytes:
     response = ext_proc.ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = answer.status
     immediate.body = answer.body
-    immediate.details = f"pointsman_{answer.reason}"
-    for name, value in answer.headers:
+    immediate.details = OWN_DETAILS + answer.reason
+    for name, value in (*answer.headers, (REQUEST_ID_HEADER, request_id)):
         option = immediate.headers.set_headers.add()
         option.header.key = name
         option.header.raw_value = value.encode()
         option.append_action = _OVERWRITE
-    # Tells our refusals from Envoy's own local replies, whose bodies are rewritten to the same JSON form.
-    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["answered"].string_value = answer.reason
     return bytes(response.SerializeToString())
 
 

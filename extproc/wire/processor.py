@@ -82,19 +82,19 @@ class Exchange:
             Reason.UNSUPPORTED_BODY_MODE,
         )
         self._events.refused_with(refusal.reason, refusal.status)
-        return render(refuse(refusal), Phase.REQUEST_HEADERS, b"")
+        return render(refuse(refusal), Phase.REQUEST_HEADERS, b"", self._flight.request_id)
 
     def _decided(self, phase: Phase, body: bytes) -> bytes | Pending:
         reply = self._decide(self._flight, self._headers, body)
         if isinstance(reply, Pending):
             self._phase, self._body = phase, body
             return reply
-        return render(reply, phase, body)
+        return render(reply, phase, body, self._flight.request_id)
 
     def resolve(self, reply: Reply) -> bytes:
         """Encode the reply a Pending came to."""
         body, self._body = self._body, b""
-        return render(reply, self._phase, body)
+        return render(reply, self._phase, body, self._flight.request_id)
 
 
 class Processor:

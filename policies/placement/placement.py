@@ -100,14 +100,14 @@ class Placement:
     def _filter(self, view: View) -> tuple[View, Filtered]:
         filtered = []
         for name, keep in self._filters:
+            if not len(view.slots):
+                break
             mask = keep(view)
             if mask.all():
                 continue
             addresses = view.state.addresses
             filtered.append((name, tuple(str(addresses[slot]) for slot in view.slots[~mask])))
             view = view.take(mask)
-            if not len(view.slots):
-                break
         return view, tuple(filtered)
 
 
