@@ -267,6 +267,34 @@ def test_an_attempt_told_after_the_end_moves_no_booking(house: House) -> None:
     assert house.booked_nowhere()
 
 
+@pytest.mark.parametrize("entry_first", [True, False])
+def test_word_of_a_failed_attempt_may_come_after_the_requests_own_entry(house: House, *, entry_first: bool) -> None:
+    """The two logs are two streams: the dead endpoint is still charged, and who served stays."""
+    flight = house.start()
+    served = flight.served_by
+    if entry_first:
+        house.flights.on_completion(completion_of(flight, served))
+    flight.close()
+    house.flights.on_completion(completion_of(flight, served))
+    elsewhere = next(address for address in ADDRESSES if address != served)
+    assert house.flights.on_attempt(Attempt(flight.request_id, elsewhere, "upstream_connection_failure"))
+    assert house.flights.on_attempt(Attempt(flight.request_id, elsewhere, None))
+    assert [address for _, address, _ in house.events.failures] == [elsewhere]
+    assert (flight.served_by, house.events.moves) == (served, [])
+    assert house.booked_nowhere()
+
+
+def test_settled_requests_are_kept_in_bounded_number(house: House) -> None:
+    """Late attempts of the newest are joined, those of long ago are unknown."""
+    flights = [house.start() for _ in range(1_500)]
+    for flight in flights:
+        flight.close()
+        house.flights.on_completion(completion_of(flight))
+    assert not house.flights.on_attempt(Attempt(flights[0].request_id, ADDRESSES[0], "x"))
+    assert house.flights.on_attempt(Attempt(flights[-1].request_id, ADDRESSES[0], "x"))
+    assert len(house.flights._settled) == 1_000
+
+
 def test_entries_of_unknown_requests_are_not_joined(house: House) -> None:
     """Another process's, a refused one's, or one from before our restart."""
     stranger = House().start()
@@ -413,9 +441,10 @@ class FlightMachine(RuleBasedStateMachine):
         """The upstream log, perhaps late, perhaps twice, perhaps of a stranger."""
         flight = self._any(data)
         known = self.house.flights.on_attempt(Attempt(flight.request_id, address, failed))
-        assert known is (flight.request_id in self.place or flight.request_id in self.waiting)
-        if failed is None and address in ADDRESSES and flight.request_id in self.place:
-            self.place[flight.request_id] = address
+        request_id = flight.request_id
+        assert known is (request_id in self.place or request_id in self.waiting or request_id in self.settled)
+        if failed is None and address in ADDRESSES and request_id in self.place and request_id not in self.settled:
+            self.place[request_id] = address
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), address=st.sampled_from([*ADDRESSES, ELSEWHERE, None]), failed=st.sampled_from([None, "x"]))

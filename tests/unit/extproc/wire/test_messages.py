@@ -1,0 +1,480 @@
+"""ext_proc and access-log messages: what is read from Envoy's bytes and what our answers say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from envoy.config.core.v3 import base_pb2
+from envoy.data.accesslog.v3 import accesslog_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.accesslog.v3 import als_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from google.protobuf import any_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.flight import Attempt, Completion, Usage
+from extproc.reply import Answer, Route
+from extproc.request.splice import Splice
+from extproc.wire.messages import (
+    CONTINUE,
+    BodyMode,
+    Malformed,
+    Phase,
+    accept,
+    read,
+    read_access_log,
+    render,
+)
+
+ID = "0123456789abcdef01234567"
+MODE = processing_mode_pb2.ProcessingMode
+ROUTE = Route(
+    cluster="pool_chat",
+    addresses=("10.0.0.1:8000", "10.0.0.2:8000"),
+    request_id=ID,
+    model="m",
+    headers=(("x-envoy-max-retries", "1"), ("x-envoy-retry-on", "reset")),
+)
+
+
+# -- from Envoy
+
+
+def headers_message(
+    headers: dict[str, str], *, end_of_stream: bool = False, mode: int | None = MODE.BUFFERED
+) -> ext_proc.ProcessingRequest:
+    """The first message of a stream."""
+    message = ext_proc.ProcessingRequest()
+    message.request_headers.end_of_stream = end_of_stream
+    for name, value in headers.items():
+        message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+    if mode is not None:
+        message.protocol_config.request_body_mode = mode
+    return message
+
+
+def test_request_headers_are_read() -> None:
+    """Names to values, whether a body follows, and how it will come."""
+    received = read(headers_message({":path": "/v1/models", "x-a": "ü"}).SerializeToString())
+    assert received.phase is Phase.REQUEST_HEADERS
+    assert received.headers == {":path": "/v1/models", "x-a": "ü"}
+    assert (received.body, received.end_of_stream, received.body_mode) == (b"", False, BodyMode.BUFFERED)
+
+
+def test_the_older_field_of_a_header_value_is_read_too() -> None:
+    """`value` is what callers other than Envoy still fill."""
+    message = ext_proc.ProcessingRequest()
+    message.request_headers.headers.headers.add(key=":path", value="/v1/models")
+    assert read(message.SerializeToString()).headers == {":path": "/v1/models"}
+
+
+def test_a_header_that_is_no_utf8_is_read_with_marks() -> None:
+    """Never a crash: what cannot be decoded is replaced."""
+    message = ext_proc.ProcessingRequest()
+    message.request_headers.headers.headers.add(key="x-a", raw_value=b"a\xffb")
+    assert read(message.SerializeToString()).headers == {"x-a": "a\ufffdb"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (None, BodyMode.UNSTATED),
+        (MODE.NONE, BodyMode.NONE),
+        (MODE.STREAMED, BodyMode.STREAMED),
+        (MODE.BUFFERED, BodyMode.BUFFERED),
+        (MODE.BUFFERED_PARTIAL, BodyMode.BUFFERED_PARTIAL),
+        (MODE.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED),
+    ],
+)
+def test_the_callers_body_mode_is_told_from_the_first_message(mode: int | None, expected: BodyMode) -> None:
+    """Old callers do not say; the rest name one of ext_proc's modes."""
+    assert read(headers_message({}, mode=mode).SerializeToString()).body_mode is expected
+
+
+def test_a_get_ends_with_its_headers() -> None:
+    """Then no body message will come."""
+    assert read(headers_message({}, end_of_stream=True).SerializeToString()).end_of_stream
+
+
+def test_a_request_body_is_read() -> None:
+    """All its bytes, zeros included."""
+    message = ext_proc.ProcessingRequest()
+    message.request_body.body = b"\x00{}\xff"
+    message.request_body.end_of_stream = True
+    received = read(message.SerializeToString())
+    assert (received.phase, received.body, received.end_of_stream) == (Phase.REQUEST_BODY, b"\x00{}\xff", True)
+
+
+OTHERS = {
+    "request_trailers": Phase.REQUEST_TRAILERS,
+    "response_headers": Phase.RESPONSE_HEADERS,
+    "response_body": Phase.RESPONSE_BODY,
+    "response_trailers": Phase.RESPONSE_TRAILERS,
+}
+
+
+@pytest.mark.parametrize(("field", "phase"), OTHERS.items())
+def test_every_other_message_is_told_by_its_phase(field: str, phase: Phase) -> None:
+    """Nothing in them matters to us but which they are."""
+    message = ext_proc.ProcessingRequest()
+    getattr(message, field).SetInParent()
+    assert read(message.SerializeToString()).phase is phase
+
+
+def test_an_empty_message_has_no_phase() -> None:
+    """A message of a later version of the protocol looks like this."""
+    assert read(b"").phase is Phase.UNKNOWN
+
+
+@pytest.mark.parametrize("raw", [b"garbage", b"\x0a\xff", b"\xff" * 20, b"\x12"])
+def test_garbage_is_malformed(raw: bytes) -> None:
+    """Bytes that are no message raise Malformed and nothing else."""
+    with pytest.raises(Malformed):
+        read(raw)
+
+
+@given(st.binary(max_size=100))
+def test_no_bytes_raise_anything_but_malformed(raw: bytes) -> None:
+    """From either service."""
+    for reader in (read, read_access_log):
+        try:
+            reader(raw)
+        except Malformed:
+            continue
+
+
+# -- to Envoy
+
+
+def answered(raw: bytes) -> ext_proc.ProcessingResponse:
+    """The reply as Envoy decodes it."""
+    return ext_proc.ProcessingResponse.FromString(raw)
+
+
+def set_headers(common: ext_proc.CommonResponse) -> dict[str, str]:
+    """What the reply sets, each overwriting what the client may have sent."""
+    options = common.header_mutation.set_headers
+    assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
+    names = [option.header.key for option in options]
+    assert len(names) == len(set(names))
+    return {option.header.key: option.header.raw_value.decode() for option in options}
+
+
+@pytest.mark.parametrize(
+    ("phase", "field"), [(phase, phase.name.lower()) for phase in Phase if phase is not Phase.UNKNOWN]
+)
+def test_continue_answers_in_kind_and_changes_nothing(phase: Phase, field: str) -> None:
+    """Envoy wants the answer to be of the message's own kind."""
+    reply = answered(CONTINUE[phase])
+    assert reply.WhichOneof("response") == field
+    assert len(getattr(reply, field).SerializeToString()) == 0
+    assert not reply.HasField("dynamic_metadata")
+
+
+def test_the_answer_to_headers_carries_the_request_id() -> None:
+    """In dynamic metadata, where the access log finds it; nothing is changed and routing stays."""
+    reply = answered(accept(ID))
+    assert reply.WhichOneof("response") == "request_headers"
+    assert reply.request_headers.SerializeToString() == b""
+    assert dict(reply.dynamic_metadata["pointsman"]) == {"request_id": ID}
+
+
+@pytest.mark.parametrize(
+    ("phase", "field"), [(Phase.REQUEST_BODY, "request_body"), (Phase.REQUEST_HEADERS, "request_headers")]
+)
+def test_a_route_says_where_to_in_headers_and_metadata(phase: Phase, field: str) -> None:
+    """Cluster, the list, its first endpoint, our id, the retry headers; and the route is looked up again."""
+    reply = answered(render(ROUTE, phase, b"{}", ID))
+    assert reply.WhichOneof("response") == field
+    common = getattr(reply, field).response
+    assert set_headers(common) == {
+        "x-pointsman-cluster": "pool_chat",
+        "x-gateway-destination-endpoint": "10.0.0.1:8000,10.0.0.2:8000",
+        "x-pointsman-endpoint": "10.0.0.1:8000",
+        "x-pointsman-request-id": ID,
+        "x-envoy-max-retries": "1",
+        "x-envoy-retry-on": "reset",
+    }
+    assert common.clear_route_cache
+    assert common.status == ext_proc.CommonResponse.CONTINUE
+    assert dict(reply.dynamic_metadata["envoy.lb"]) == {"x-gateway-destination-endpoint": "10.0.0.1:8000,10.0.0.2:8000"}
+    assert dict(reply.dynamic_metadata["pointsman"]) == {"model": "m"}
+
+
+def test_an_unedited_body_is_not_sent_back() -> None:
+    """Nor its length: Envoy keeps the bytes it has."""
+    common = answered(render(ROUTE, Phase.REQUEST_BODY, b"x" * 1_000, ID)).request_body.response
+    assert not common.HasField("body_mutation")
+    assert "content-length" not in set_headers(common)
+
+
+def test_an_edited_body_comes_with_its_exact_length() -> None:
+    """In bytes, not characters."""
+    route = Route("c", ("10.0.0.1:80",), ID, "m", splices=(Splice(1, 2, "模型".encode()),))
+    common = answered(render(route, Phase.REQUEST_BODY, b"abc", ID)).request_body.response
+    assert common.body_mutation.body == "a模型c".encode()
+    assert set_headers(common)["content-length"] == "8"
+
+
+def test_routes_to_one_place_do_not_leak_into_each_other() -> None:
+    """The shared template carries neither the last request's id nor its body."""
+    edited = Route("c", ("10.0.0.1:80",), "1" * 24, "m", splices=(Splice(0, 1, b"secret"),))
+    render(edited, Phase.REQUEST_BODY, b"abc", ID)
+    plain = answered(render(Route("c", ("10.0.0.1:80",), "2" * 24, "m"), Phase.REQUEST_BODY, b"abc", ID))
+    common = plain.request_body.response
+    assert not common.HasField("body_mutation")
+    assert set_headers(common)["x-pointsman-request-id"] == "2" * 24
+
+
+def test_an_answer_ends_the_request() -> None:
+    """Status, body, headers with our request id; its reason in Envoy's details."""
+    answer = Answer(429, b"{}", (("content-type", "application/json"), ("retry-after", "1")), "too_many_requests")
+    reply = answered(render(answer, Phase.REQUEST_BODY, b"", ID))
+    immediate = reply.immediate_response
+    assert reply.WhichOneof("response") == "immediate_response"
+    assert (immediate.status.code, immediate.body) == (429, b"{}")
+    assert immediate.details == "pointsman_too_many_requests"
+    sent = {option.header.key: option.header.raw_value for option in immediate.headers.set_headers}
+    assert sent == {
+        "content-type": b"application/json",
+        "retry-after": b"1",
+        "x-pointsman-request-id": ID.encode(),
+    }
+
+
+# -- the access log
+
+
+def entry_of(
+    kind: int,
+    *,
+    request_id: str | None = ID,
+    address: tuple[str, int] | None = ("10.0.0.1", 8000),
+    status: int | None = 200,
+    **flags: bool,
+) -> accesslog_pb2.HTTPAccessLogEntry:
+    """One entry as Envoy writes it."""
+    entry = accesslog_pb2.HTTPAccessLogEntry()
+    common = entry.common_properties
+    common.access_log_type = kind
+    if request_id is not None:
+        common.metadata.filter_metadata["pointsman"].update({"request_id": request_id})
+    if address is not None:
+        socket = common.upstream_remote_address.socket_address
+        socket.address, socket.port_value = address
+    if status is not None:
+        entry.response.response_code.value = status
+    for name, value in flags.items():
+        setattr(common.response_flags, name, value)
+    return entry
+
+
+def logged(*entries: accesslog_pb2.HTTPAccessLogEntry) -> list[Attempt | Completion]:
+    """What the entries say."""
+    message = als_pb2.StreamAccessLogsMessage()
+    message.http_logs.log_entry.extend(entries)
+    return read_access_log(message.SerializeToString())
+
+
+DOWNSTREAM_END, POOL_READY, UPSTREAM_END = 6, 7, 9
+
+
+def test_a_finished_request_is_a_completion() -> None:
+    """Everything Envoy measured, in our units."""
+    entry = entry_of(DOWNSTREAM_END)
+    common = entry.common_properties
+    common.duration.FromNanoseconds(2_500_000_000)
+    common.upstream_request_attempt_count = 2
+    common.custom_tags["ttft_us"] = "125000"
+    entry.response.response_code_details = "via_upstream"
+    entry.request.request_body_bytes = 300
+    entry.response.response_body_bytes = 4_000
+    [completion] = logged(entry)
+    assert completion == Completion(
+        request_id=ID,
+        address="10.0.0.1:8000",
+        status=200,
+        flags=(),
+        details="via_upstream",
+        attempts=2,
+        failed=None,
+        duration_s=2.5,
+        ttft_s=pytest.approx(0.125),
+        request_bytes=300,
+        response_bytes=4_000,
+        usage=None,
+    )
+
+
+def test_figures_envoy_did_not_measure_are_none() -> None:
+    """No answer at all: no status, no time, no address."""
+    [completion] = logged(entry_of(DOWNSTREAM_END, address=None, status=None))
+    assert isinstance(completion, Completion)
+    assert (completion.status, completion.address) == (0, None)
+    assert (completion.duration_s, completion.ttft_s, completion.usage) == (None, None, None)
+
+
+@pytest.mark.parametrize("tag", ["", "-", "-5", "1.5"])
+def test_a_time_to_first_token_that_is_no_count_is_none(tag: str) -> None:
+    """Envoy's formatter writes `-` for what did not happen."""
+    entry = entry_of(DOWNSTREAM_END)
+    entry.common_properties.custom_tags["ttft_us"] = tag
+    [completion] = logged(entry)
+    assert isinstance(completion, Completion)
+    assert completion.ttft_s is None
+
+
+USAGE = bytes.fromhex("0801120373696d1a02081e220208082a02082632040a020810420208264801")
+"""A TokenUsage as Envoy 1.40 wrote it: 30 prompt tokens, 16 of them cached, 8 completion tokens."""
+
+
+def test_the_engines_token_usage_is_read_from_typed_metadata() -> None:
+    """As Envoy's own filter wrote it, field by field."""
+    entry = entry_of(DOWNSTREAM_END)
+    entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"].CopyFrom(
+        any_pb2.Any(type_url="type.googleapis.com/envoy.data.ai.v3.TokenUsage", value=USAGE)
+    )
+    [completion] = logged(entry)
+    assert isinstance(completion, Completion)
+    assert completion.usage == Usage(prompt_tokens=30, completion_tokens=8, cached_tokens=16)
+
+
+def test_usage_without_details_does_not_say_what_was_cached() -> None:
+    """None, not zero: most servers do not report it."""
+    entry = entry_of(DOWNSTREAM_END)
+    entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"].value = bytes.fromhex("1a02081e22020808")
+    [completion] = logged(entry)
+    assert isinstance(completion, Completion)
+    assert completion.usage == Usage(30, 8, None)
+
+
+def test_flags_are_told_by_name() -> None:
+    """Several at once, in Envoy's order."""
+    [completion] = logged(
+        entry_of(DOWNSTREAM_END, status=503, upstream_retry_limit_exceeded=True, upstream_connection_failure=True)
+    )
+    assert isinstance(completion, Completion)
+    assert completion.flags == ("upstream_connection_failure", "upstream_retry_limit_exceeded")
+    assert completion.failed == "upstream_connection_failure"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "upstream_connection_failure",
+        "upstream_remote_reset",
+        "upstream_connection_termination",
+        "upstream_protocol_error",
+        "upstream_request_timeout",
+        "upstream_overflow",
+    ],
+)
+@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
+def test_flags_of_the_upstream_are_the_endpoints_failure(kind: int, flag: str) -> None:
+    """In either log."""
+    [told] = logged(entry_of(kind, status=None, **{flag: True}))
+    assert told.failed == flag
+
+
+@pytest.mark.parametrize(
+    "flag", ["downstream_connection_termination", "downstream_remote_reset", "no_healthy_upstream", "local_reset"]
+)
+def test_other_flags_are_not_held_against_an_endpoint(flag: str) -> None:
+    """A client that left, and an endpoint Envoy never reached."""
+    [told] = logged(entry_of(DOWNSTREAM_END, status=None, **{flag: True}))
+    assert isinstance(told, Completion)
+    assert (told.failed, told.flags) == (None, (flag,))
+
+
+@pytest.mark.parametrize(
+    ("status", "failed"), [(200, None), (400, None), (429, None), (499, None), (500, "status_500"), (503, "status_503")]
+)
+@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
+def test_a_server_error_is_the_endpoints_failure(kind: int, status: int, failed: str | None) -> None:
+    """A client error is not."""
+    [told] = logged(entry_of(kind, status=status))
+    assert told.failed == failed
+
+
+def test_an_attempt_that_starts_says_where() -> None:
+    """Even one that will fail: whether it does is told at its end."""
+    assert logged(entry_of(POOL_READY, status=None)) == [Attempt(ID, "10.0.0.1:8000", None)]
+
+
+def test_an_attempt_that_failed_says_where_and_how() -> None:
+    """So the endpoint can be charged at once."""
+    assert logged(entry_of(UPSTREAM_END, status=503)) == [Attempt(ID, "10.0.0.1:8000", "status_503")]
+
+
+def test_an_attempt_that_ended_well_says_nothing_new() -> None:
+    """It moves nothing: a straggler must not undo a later attempt's move."""
+    assert logged(entry_of(UPSTREAM_END)) == [Attempt(ID, None, None)]
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, 10, 11])
+def test_entries_of_other_kinds_are_passed_over(kind: int) -> None:
+    """Starts, TCP, tunnels; the entry beside them is read."""
+    assert len(logged(entry_of(kind), entry_of(DOWNSTREAM_END))) == 1
+
+
+def test_an_intermediate_entry_is_not_the_end() -> None:
+    """Old Envoys mark periodic entries this way and give no type."""
+    entry = entry_of(0)
+    entry.common_properties.intermediate_log_entry = True
+    assert logged(entry) == []
+    assert len(logged(entry_of(0))) == 1
+
+
+def test_an_ipv6_address_is_written_as_the_config_writes_it() -> None:
+    """In brackets."""
+    [told] = logged(entry_of(POOL_READY, address=("fd00::1", 8000)))
+    assert isinstance(told, Attempt)
+    assert told.address == "[fd00::1]:8000"
+
+
+def test_an_address_that_is_no_socket_is_none() -> None:
+    """A pipe or an internal listener is no endpoint."""
+    entry = entry_of(DOWNSTREAM_END, address=None)
+    entry.common_properties.upstream_remote_address.pipe.path = "/tmp/socket"  # noqa: S108 - nothing is opened
+    [told] = logged(entry)
+    assert isinstance(told, Completion)
+    assert told.address is None
+
+
+def test_the_request_id_is_taken_from_metadata_first_then_from_the_header() -> None:
+    """A mesh without our metadata logs the header; a client's forged one does not win."""
+    both = entry_of(DOWNSTREAM_END)
+    both.request.request_headers["x-pointsman-request-id"] = "forged"
+    header = entry_of(DOWNSTREAM_END, request_id=None)
+    header.request.request_headers["x-pointsman-request-id"] = ID
+    neither = entry_of(DOWNSTREAM_END, request_id=None)
+    assert [told.request_id for told in logged(both, header, neither)] == [ID, ID, ""]
+
+
+def test_entries_stay_in_order() -> None:
+    """A failed attempt, the next one, the end."""
+    told = logged(
+        entry_of(UPSTREAM_END, status=503), entry_of(POOL_READY, address=("10.0.0.2", 8000)), entry_of(DOWNSTREAM_END)
+    )
+    assert [type(one) for one in told] == [Attempt, Attempt, Completion]
+
+
+def test_the_nodes_introduction_has_no_entries() -> None:
+    """Envoy's first message may carry its identifier only."""
+    message = als_pb2.StreamAccessLogsMessage()
+    message.identifier.node.CopyFrom(base_pb2.Node(id="envoy"))
+    assert read_access_log(message.SerializeToString()) == []
+
+
+def test_garbage_is_no_access_log() -> None:
+    """Malformed and nothing else."""
+    with pytest.raises(Malformed):
+        read_access_log(b"\xff\xff\xff")
+
+
+def test_every_kind_of_message_has_its_phase() -> None:
+    """Whatever ext_proc can send is answered."""
+    fields: Any = ext_proc.ProcessingRequest.DESCRIPTOR.oneofs_by_name["request"].fields
+    assert {field.name for field in fields} == {phase.name.lower() for phase in CONTINUE}
