@@ -1,0 +1,591 @@
+"""The pipeline: where requests go, why they are refused, and that asking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from extproc.config.generations import RETRY_ON, Generation
+from extproc.config.loading import parse
+from extproc.fleet.fleet import Fleet
+from extproc.flight import Completion, Flight, Flights, Stage
+from extproc.observe.decisions import DecisionLog
+from extproc.pipeline import Pipeline
+from extproc.reply import Answer, Route
+from extproc.request.splice import apply
+from policies.fleet_state import FleetState
+from policies.lifecycle import Evidence, State
+from vllm_adapters.health import Listing
+
+CONFIG = """
+limits: {request_body_bytes: 100000, open_requests: 4}
+pools:
+  - name: chat
+    models: [served]
+    aliases: {gpt-4o: served}
+    endpoints: {static: ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]}
+  - name: other
+    models: [lone]
+    cluster: mesh_cluster
+    endpoints: {static: ["10.0.1.1:8000"]}
+  - name: bare
+    models: [nothing]
+    endpoints: {file: none.yaml}
+"""
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT_ADDRESSES = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
+POST = {":method": "POST", ":path": CHAT}
+
+
+class Histogram:
+    """A clock that is not looked at."""
+
+    def __init__(self, seen: Counter[str], name: str) -> None:
+        self._seen, self._name = seen, name
+
+    def observe(self, seconds: float) -> None:
+        """One step took so long."""
+        assert seconds >= 0
+        self._seen[self._name] += 1
+
+
+class Counted:
+    """PipelineEvents, FleetEvents and FlightEvents, as far as these tests look at them."""
+
+    def __init__(self) -> None:
+        self.decisions: list[tuple[str, str, str, int, int]] = []
+        self.refusals: list[tuple[str, int]] = []
+        self.answers: list[str] = []
+        self.fallbacks: list[str] = []
+        self.steps: Counter[str] = Counter()
+
+    def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
+        """Routed."""
+        self.decisions.append((pool, endpoint, reason, prompt_tokens, matched_tokens))
+
+    def refused_with(self, reason: str, status: int) -> None:
+        """Refused."""
+        self.refusals.append((reason, status))
+
+    def answered(self, what: str) -> None:
+        """Answered here."""
+        self.answers.append(what)
+
+    def fell_back(self, reason: str) -> None:
+        """Knew less than it should."""
+        self.fallbacks.append(reason)
+
+    def stage(self, name: str) -> Histogram:
+        """The clock of one step."""
+        return Histogram(self.steps, name)
+
+    def endpoint_changed(self, address: str, before: State, after: State) -> None:
+        """Not looked at."""
+
+    def endpoint_gone(self, address: str) -> None:
+        """Not looked at."""
+
+    def endpoint_restarted(self, address: str) -> None:
+        """Not looked at."""
+
+    def endpoint_refused(self, pool: str) -> None:
+        """Not looked at."""
+
+    def moved(self, flight: Flight, from_slot: int, to_slot: int) -> None:
+        """Not looked at."""
+
+    def failed(self, flight: Flight, address: str, why: str) -> None:
+        """Not looked at."""
+
+    def settled(self, flight: Flight, completion: Completion) -> None:
+        """Not looked at."""
+
+    def missing(self, flight: Flight) -> None:
+        """Not looked at."""
+
+
+class House:
+    """A pipeline over a fleet that is ready and acknowledged."""
+
+    def __init__(self, config: str = CONFIG) -> None:
+        self.now_s = 100.0
+        self.events = Counted()
+        self.state = FleetState()
+        self.generation = Generation(1, parse(config))
+        self.fleet = Fleet(self.state, self.events, lambda: self.now_s)
+        self.flights = Flights(
+            self.state,
+            self.events,
+            lambda: self.now_s,
+            max_open=self.generation.config.limits.open_requests,
+            max_unsettled=100,
+            access_log_timeout_s=10,
+        )
+        self.log = DecisionLog(10)
+        self.pipeline = Pipeline(
+            self.generation,
+            self.fleet,
+            self.flights,
+            self.log,
+            self.events,
+            clock=lambda: self.now_s,
+            wall_clock=lambda: 1.78e9,
+            rng=Random(7),
+        )
+        self.fleet.configure(self.generation)
+        for pool in self.generation.config.pools:
+            self.fleet.set_endpoints(pool.name, pool.endpoints.static or ())
+        self.fleet.acknowledged(self.fleet.assignments())
+        for address in list(self.fleet.addresses()):
+            self.fleet.listed_models(address, Listing(frozenset({"served", "lone"}), 100_000))
+            self.state.observed_at_s[self.state.slot_of(address)] = self.now_s
+
+    def ask(self, body: bytes | dict[str, Any], **headers: str) -> Route | Answer:
+        """One request on a new stream; the stream stays open."""
+        self.flight = self.flights.open()
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body
+        reply = self.pipeline.decide(
+            self.flight, POST | {name.replace("_", "-"): v for name, v in headers.items()}, raw
+        )
+        assert isinstance(reply, Route | Answer)
+        return reply
+
+    def at(self, method: str, path: str, body: bytes = b"{}") -> Answer:
+        """One request by method and path that is answered here."""
+        reply = self.pipeline.decide(self.flights.open(), {":method": method, ":path": path}, body)
+        assert isinstance(reply, Answer)
+        return reply
+
+    def booked(self) -> tuple[int, int, int]:
+        """All that is out."""
+        state = self.state
+        return (
+            int(state.in_flight.sum()),
+            int(state.in_flight_prompt_tokens.sum()),
+            int(state.in_flight_uncached_tokens.sum()),
+        )
+
+
+def chat(model: str = "served", words: int = 500, **fields: Any) -> dict[str, Any]:
+    """A body for chat."""
+    return {"model": model, "messages": [{"role": "user", "content": "word " * words}], **fields}
+
+
+def error_of(answer: Route | Answer) -> dict[str, Any]:
+    """The error object a client sees, with the headers it comes with."""
+    assert isinstance(answer, Answer)
+    assert ("content-type", "application/json") in answer.headers
+    document = json.loads(answer.body)
+    assert set(document) == {"error"}
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+    return dict(document["error"])
+
+
+@pytest.fixture
+def house() -> House:
+    """Three ready endpoints in `chat`, one in a mesh's cluster, none in `bare`."""
+    return House()
+
+
+# -- routed
+
+
+def test_a_request_goes_to_its_models_pool(house: House) -> None:
+    """The pool's cluster, its endpoints in order of preference, the retry headers, our id, and no edit."""
+    route = house.ask(chat())
+    assert isinstance(route, Route)
+    assert route.cluster == "pool_chat"
+    assert sorted(route.addresses) == sorted(CHAT_ADDRESSES)
+    assert route.request_id == house.flight.request_id
+    assert route.model == "served"
+    assert dict(route.headers) == {
+        "x-envoy-max-retries": "1",
+        "x-envoy-retry-on": RETRY_ON,
+        "x-envoy-retriable-status-codes": "502,503",
+    }
+    assert route.splices == ()
+
+
+def test_a_pool_in_anothers_cluster_is_routed_there(house: House) -> None:
+    """By the name the config gives."""
+    route = house.ask(chat("lone"))
+    assert isinstance(route, Route)
+    assert (route.cluster, route.addresses) == ("mesh_cluster", ("10.0.1.1:8000",))
+
+
+def test_an_alias_is_replaced_in_the_body(house: House) -> None:
+    """By a splice: the engine sees the name it serves, every other byte is the client's."""
+    body = b'{ "temperature":1e0,  "model" : "gpt-4o", "messages":["\\u4f60"] }'
+    route = house.ask(body)
+    assert isinstance(route, Route)
+    assert apply(body, route.splices) == body.replace(b"gpt-4o", b"served")
+    assert route.model == "served"
+
+
+def test_what_was_taken_is_booked_and_given_back_at_the_end(house: House) -> None:
+    """On the first of the addresses, for the estimated tokens, until the stream ends."""
+    route = house.ask(chat())
+    assert isinstance(route, Route)
+    slot = house.state.slot_of(route.addresses[0])
+    assert house.flight.request is not None
+    tokens = house.flight.request.input_tokens
+    assert tokens == pytest.approx(2_540 / 4, rel=0.02)
+    assert house.state.in_flight[slot] == 1
+    assert house.booked() == (1, tokens, tokens)
+    house.flight.close()
+    assert house.booked() == (0, 0, 0)
+
+
+def test_a_decision_is_counted_with_its_tokens(house: House) -> None:
+    """The second turn of a conversation matches what the first one left."""
+    first = house.ask(chat(words=2_000))
+    assert isinstance(first, Route)
+    [(pool, endpoint, reason, tokens, matched)] = house.events.decisions
+    assert (pool, endpoint, reason, matched) == ("chat", first.addresses[0], "routed", 0)
+    second = house.ask(chat(words=2_000))
+    assert isinstance(second, Route)
+    assert second.addresses[0] == first.addresses[0]
+    assert house.events.decisions[1][3] == tokens
+    assert 0.9 * tokens < house.events.decisions[1][4] <= tokens
+    assert house.events.steps == {"parse": 2, "choose": 2, "commit": 2}
+    assert house.events.refusals == []
+
+
+def test_an_alias_shares_the_cache_of_its_model(house: House) -> None:
+    """The prefix is the engine's, whatever name the client used."""
+    house.ask(chat("served", words=2_000))
+    house.ask(chat("gpt-4o", words=2_000))
+    assert house.events.decisions[1][4] > 0
+
+
+def test_the_prompt_goes_no_further_than_the_decision(house: House) -> None:
+    """After the reply neither the flight nor the decision log holds a byte of it."""
+    house.ask(chat(words=10, user="u"))
+    request = house.flight.request
+    assert request is not None
+    assert request.prompt == b""
+    assert request.session_key == "u"
+    assert "word" not in json.dumps(house.log.read(10))
+
+
+def test_the_query_is_not_part_of_the_path(house: House) -> None:
+    """`?x=1` changes nothing."""
+    reply = house.pipeline.decide(
+        house.flights.open(), {":method": "POST", ":path": CHAT + "?x=1"}, json.dumps(chat()).encode()
+    )
+    assert isinstance(reply, Route)
+
+
+@pytest.mark.parametrize("header", ["x_pointsman_session", "x_session_id"])
+def test_a_session_may_be_named_by_header(house: House, header: str) -> None:
+    """And comes before the body's."""
+    house.ask(chat(user="u"), **{header: "s"})
+    assert house.flight.request is not None
+    assert house.flight.request.session_key == "s"
+
+
+def test_stale_figures_are_a_counted_fallback(house: House) -> None:
+    """Nothing was scraped for a while: routed all the same, and not in silence."""
+    house.now_s += 60
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == ["stale_figures"]
+
+
+def test_a_prompt_that_no_window_holds_is_left_to_the_engine(house: House) -> None:
+    """Our count is an estimate: routed, and counted as resting on one."""
+    for address in CHAT_ADDRESSES:
+        house.fleet.listed_models(address, Listing(frozenset({"served"}), 100))
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == ["context_estimate"]
+
+
+def test_a_single_endpoint_is_given_where_lists_are_not_understood() -> None:
+    """`wire.endpoint_list: single`."""
+    route = House("wire: {endpoint_list: single}\n" + CONFIG).ask(chat())
+    assert isinstance(route, Route)
+    assert len(route.addresses) == 1
+
+
+def test_the_list_is_as_long_as_configured() -> None:
+    """And no longer than there are endpoints."""
+    route = House("wire: {endpoint_list_length: 2}\n" + CONFIG).ask(chat())
+    assert isinstance(route, Route)
+    assert len(route.addresses) == 2
+
+
+def test_no_retries_are_said_so() -> None:
+    """Zero must be sent, or the route's own default applies."""
+    route = House("retries: {attempts: 0}\n" + CONFIG).ask(chat())
+    assert isinstance(route, Route)
+    assert route.headers == (("x-envoy-max-retries", "0"),)
+
+
+def test_text_completions_are_routed_alike(house: House) -> None:
+    """By `prompt`."""
+    reply = house.pipeline.decide(
+        house.flights.open(), {":method": "POST", ":path": TEXT}, b'{"model":"served","prompt":"Once"}'
+    )
+    assert isinstance(reply, Route)
+
+
+# -- answered here
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/", "/v1/models?limit=1"])
+def test_the_model_list_is_ours(house: House, method: str, path: str) -> None:
+    """Every model and alias, in OpenAI's form, with what an alias stands for."""
+    answer = house.at(method, path)
+    assert answer.status == 200
+    document = json.loads(answer.body)
+    assert document["object"] == "list"
+    roots = {entry["id"]: entry["root"] for entry in document["data"]}
+    assert roots == {"served": "served", "gpt-4o": "served", "lone": "lone", "nothing": "nothing"}
+    assert {entry["object"] for entry in document["data"]} == {"model"}
+    assert house.events.answers == ["models"]
+
+
+# -- refused
+
+
+def test_an_unknown_path_is_refused(house: House) -> None:
+    """404, naming it, cut to a sane length."""
+    error = error_of(house.at("POST", "/v1/" + "x" * 10_000))
+    assert error["message"].startswith("no such path: /v1/xxx")
+    assert len(error["message"]) < 300
+    assert house.events.refusals == [("unknown_path", 404)]
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep", "/reset_prefix_cache", "/v1/chat", "", "/"])
+def test_engine_administration_is_not_routed(house: House, path: str) -> None:
+    """Only the paths of inference are."""
+    assert house.at("POST", path).status == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", CHAT), ("DELETE", TEXT), ("PUT", CHAT), ("POST", "/v1/models"), ("", CHAT)]
+)
+def test_a_wrong_method_is_refused(house: House, method: str, path: str) -> None:
+    """405, naming both."""
+    answer = house.at(method, path)
+    assert answer.status == 405
+    assert error_of(answer)["message"] == f"{method} is not allowed on {path}"
+    assert house.events.refusals == [("method_not_allowed", 405)]
+
+
+REFUSALS: dict[str, tuple[Callable[[House], Route | Answer], int, str]] = {
+    "empty body": (lambda house: house.ask(b""), 400, "empty_body"),
+    "not JSON": (lambda house: house.ask(b"{"), 400, "invalid_json"),
+    "no model": (lambda house: house.ask({"messages": []}), 400, "invalid_request"),
+    "no messages": (lambda house: house.ask({"model": "served"}), 400, "invalid_request"),
+    "unknown model": (lambda house: house.ask(chat("nope")), 404, "unknown_model"),
+    "too large": (lambda house: house.ask(b"x" * 100_001), 413, "body_too_large"),
+    "compressed": (lambda house: house.ask(b"\x1f\x8b", content_encoding="gzip"), 415, "unsupported_encoding"),
+    "empty pool": (lambda house: house.ask(chat("nothing")), 503, "no_ready_endpoint"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_has_its_status_and_reason(house: House, case: str) -> None:
+    """Counted by reason, told in OpenAI's form, and nothing is booked or awaited."""
+    ask, status, reason = REFUSALS[case]
+    answer = ask(house)
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.reason) == (status, reason)
+    assert error_of(answer)["message"]
+    assert house.events.refusals == [(reason, status)]
+    assert house.booked() == (0, 0, 0)
+    assert house.flight.stage is Stage.OPEN
+    assert house.log.read(10) == []
+    house.flight.close()
+    assert house.flights.unsettled_count == 0
+
+
+def test_a_body_of_exactly_the_limit_is_read(house: House) -> None:
+    """The bound is on what is larger."""
+    body = json.dumps(chat(words=1)).encode()
+    assert isinstance(house.ask(body + b" " * (100_000 - len(body))), Route)
+
+
+def test_an_encoding_that_is_none_is_accepted(house: House) -> None:
+    """`identity` says that nothing was done."""
+    assert isinstance(house.ask(chat(), content_encoding="Identity"), Route)
+
+
+def test_an_unknown_model_is_named(house: House) -> None:
+    """With OpenAI's own code and the parameter."""
+    error = error_of(house.ask(chat("nope" * 1_000)))
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "`nopenope" in error["message"]
+    assert len(error["message"]) < 300
+
+
+def test_while_draining_nothing_new_is_taken(house: House) -> None:
+    """503, and when to come again."""
+    house.pipeline.draining = True
+    answer = house.ask(chat())
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.reason) == (503, "shutting_down")
+    assert dict(answer.headers)["retry-after"] == "1"
+    assert house.at("GET", "/v1/models").status == 200
+
+
+def test_at_the_bound_of_open_requests_the_next_is_shed(house: House) -> None:
+    """429 with Retry-After; when one ends the next is taken."""
+    flights = []
+    for _ in range(4):
+        assert isinstance(house.ask(chat()), Route)
+        flights.append(house.flight)
+    answer = house.ask(chat())
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.reason) == (429, "too_many_requests")
+    assert error_of(answer)["type"] == "rate_limit_error"
+    assert dict(answer.headers)["retry-after"] == "1"
+    house.flight.close()
+    flights[0].close()
+    assert isinstance(house.ask(chat()), Route)
+
+
+def test_when_no_endpoint_is_ready_the_filters_are_named(house: House) -> None:
+    """503 that says how many were removed by what."""
+    house.fleet.observe(CHAT_ADDRESSES[0], Evidence.DRAIN)
+    house.fleet.observe(CHAT_ADDRESSES[1], Evidence.PROBE_REFUSED)
+    house.fleet.listed_models(CHAT_ADDRESSES[2], Listing(frozenset({"another"}), None))
+    answer = house.ask(chat())
+    assert isinstance(answer, Answer)
+    assert (answer.status, dict(answer.headers)["retry-after"]) == (503, "1")
+    error = error_of(answer)
+    assert error["type"] == "server_error"
+    assert error["message"] == ("no endpoint of pool chat can take the request now (failed filters: 2 ready, 1 model)")
+
+
+def test_an_empty_pool_says_so(house: House) -> None:
+    """Rather than blame a filter."""
+    assert "the pool is empty" in error_of(house.ask(chat("nothing")))["message"]
+
+
+def test_a_fault_of_ours_is_a_500_without_its_working(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as internal_error; the client sees neither the traceback nor the exception's text."""
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr(house.fleet.placements["chat"], "choose", broken)
+    answer = house.ask(chat())
+    assert isinstance(answer, Answer)
+    assert (answer.status, answer.reason) == (500, "internal_error")
+    error = error_of(answer)
+    assert (error["type"], error["message"]) == ("server_error", "internal error while routing")
+    assert b"secret" not in answer.body
+    assert b"Traceback" not in answer.body
+    assert house.events.refusals == [("internal_error", 500)]
+    assert house.booked() == (0, 0, 0)
+
+
+def test_a_fault_after_the_reservation_gives_it_back_with_the_stream(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was booked before the fault hangs on the flight."""
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(house.log, "add", broken)
+    answer = house.ask(chat())
+    assert isinstance(answer, Answer)
+    assert answer.status == 500
+    house.flight.close()
+    assert house.booked() == (0, 0, 0)
+
+
+def test_a_reload_changes_where_the_next_request_goes(house: House) -> None:
+    """A request sees one generation: the one in force when it is decided."""
+    renamed = Generation(2, parse(CONFIG.replace("gpt-4o", "gpt-5")))
+    house.fleet.configure(renamed)
+    house.pipeline.generation = renamed
+    assert isinstance(house.ask(chat("gpt-5")), Route)
+    answer = house.ask(chat("gpt-4o"))
+    assert isinstance(answer, Answer)
+    assert answer.reason == "unknown_model"
+
+
+# -- explained
+
+
+def fingerprint(house: House) -> tuple[object, ...]:
+    """Everything a decision could change."""
+    placement = house.fleet.placements["chat"]
+    return (
+        house.booked(),
+        len(placement.index),
+        house.pipeline._rng.getstate(),
+        len(house.events.decisions),
+        len(house.events.refusals),
+        dict(house.events.steps),
+        house.flights.opened,
+        house.log.read(10),
+    )
+
+
+def test_explaining_changes_nothing(house: House) -> None:
+    """Not the counts, the index, the draws of live requests, the metrics or the log."""
+    house.ask(chat(words=2_000))
+    before = fingerprint(house)
+    answers = [house.pipeline.explain(CHAT, json.dumps(chat(words=2_000)).encode()) for _ in range(3)]
+    for body in (b"{", json.dumps(chat("nope")).encode(), json.dumps(chat("nothing")).encode()):
+        house.pipeline.explain(CHAT, body)
+    assert fingerprint(house) == before
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_an_explanation_says_where_and_why(house: House) -> None:
+    """The same choice as a live request's, with every candidate's score and its parts."""
+    route = house.ask(chat("gpt-4o", words=2_000))
+    assert isinstance(route, Route)
+    told = house.pipeline.explain(CHAT, json.dumps(chat("gpt-4o", words=2_000)).encode())
+    assert (told["asked_model"], told["model"], told["pool"], told["policy"]) == ("gpt-4o", "served", "chat", "default")
+    assert told["endpoints"][0] == route.addresses[0]
+    assert told["matched_tokens"] > 0
+    assert {candidate["endpoint"] for candidate in told["candidates"]} == set(CHAT_ADDRESSES)
+    best = told["candidates"][0]
+    assert best["endpoint"] == route.addresses[0]
+    assert set(best["parts"]) == {"prefix_affinity", "queue_depth", "kv_usage", "in_flight_tokens", "least_request"}
+    assert told["filtered"] == []
+
+
+def test_an_explanation_names_who_was_filtered(house: House) -> None:
+    """By filter and address, also when nobody is left."""
+    for address in CHAT_ADDRESSES:
+        house.fleet.observe(address, Evidence.DRAIN)
+    told = house.pipeline.explain(CHAT, json.dumps(chat()).encode())
+    assert told["endpoints"] == []
+    assert told["filtered"] == [{"filter": "ready", "endpoints": list(CHAT_ADDRESSES)}]
+    assert (told["pool"], told["model"]) == ("chat", "served")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (CHAT, b"", {"error": "the request has no body", "status": 400, "reason": "empty_body"}),
+        ("/nope", b"{}", {"error": f"not a routed path: /nope; there are: {CHAT}, {TEXT}"}),
+    ],
+)
+def test_an_explanation_of_a_refusal_says_why(house: House, path: str, body: bytes, expected: dict[str, Any]) -> None:
+    """As the client would be told."""
+    assert house.pipeline.explain(path, body) == expected
+
+
+def test_the_decision_log_has_the_decision(house: House) -> None:
+    """Under the id that Envoy was told."""
+    route = house.ask(chat("gpt-4o"))
+    assert isinstance(route, Route)
+    [record] = house.log.read(10, route.request_id)
+    assert record["time"] == 1.78e9
+    assert (record["asked_model"], record["model"], record["rewritten"]) == ("gpt-4o", "served", True)
+    assert record["endpoints"] == list(route.addresses)
+    assert record["outcome"] is None
