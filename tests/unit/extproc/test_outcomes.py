@@ -1,0 +1,207 @@
+"""Outcomes: one word per request, and evidence to whom it concerns."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.fleet.fleet import Fleet
+from extproc.flight import Attempt, Completion, Flight, Flights, Usage
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import Metrics
+from extproc.outcomes import Outcomes, outcome_of
+from policies.fleet_state import FleetState
+from policies.lifecycle import State
+from policies.types import Decision, InferenceRequest, Kind
+from vllm_adapters.health import Listing
+
+FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
+CONFIG = f"pools: [{{name: p, models: [m], endpoints: {{static: ['{FIRST}', '{SECOND}']}}}}]"
+
+
+def completion(request_id: str = "", address: str | None = FIRST, **fields: Any) -> Completion:
+    """A good request's entry, but for what is said otherwise."""
+    values: dict[str, Any] = {
+        "request_id": request_id,
+        "address": address,
+        "status": 200,
+        "flags": (),
+        "details": "via_upstream",
+        "attempts": 1,
+        "failed": None,
+        "duration_s": 2.0,
+        "ttft_s": 0.5,
+        "request_bytes": 10,
+        "response_bytes": 20,
+    }
+    return Completion(**values | fields)
+
+
+class House:
+    """A ready fleet of two with everything that listens to flights."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.state = FleetState()
+        self.log = DecisionLog(10)
+        self.fleet = Fleet(self.state, self.metrics, lambda: 0.0)
+        self.fleet.configure(Generation(1, parse(CONFIG)))
+        self.fleet.set_endpoints("p", [FIRST, SECOND])
+        self.fleet.acknowledged(self.fleet.assignments())
+        for address in (FIRST, SECOND):
+            self.fleet.listed_models(address, Listing(frozenset({"m"}), None))
+        outcomes = Outcomes(self.fleet, self.metrics, self.log)
+        self.flights = Flights(self.state, outcomes, lambda: 0.0, max_open=9, max_unsettled=1, access_log_timeout_s=10)
+
+    def start(self) -> Flight:
+        """A request on its way, in the decision log."""
+        flight = self.flights.open()
+        request = InferenceRequest(Kind.CHAT, "m", "m", 10)
+        placement = self.fleet.placements["p"]
+        decision = placement.choose(request, self.state, 0.0, Random(1))
+        assert isinstance(decision, Decision)
+        flight.reserve(request, decision, placement, placement.commit(decision, request, self.state, 0.0))
+        self.log.add(0.0, flight.request_id, request, decision)
+        return flight
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """One figure of the metrics page."""
+        return self.metrics.registry.get_sample_value(f"pointsman_{name}", labels)
+
+    def outcome(self, flight: Flight) -> Any:
+        """What the decision log says became of it."""
+        [record] = self.log.read(1, flight.request_id)
+        return record["outcome"]
+
+    def errors(self, address: str) -> float:
+        """The endpoint's error EWMA."""
+        return float(self.state.error_ewma[self.state.slot_of(address)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "ok"),
+        ({"status": 399}, "ok"),
+        ({"status": 400}, "client_error"),
+        ({"status": 499}, "client_error"),
+        ({"status": 503, "failed": "status_503"}, "endpoint_failed"),
+        ({"status": 0, "failed": "upstream_remote_reset"}, "endpoint_failed"),
+        ({"status": 200, "failed": "upstream_remote_reset"}, "endpoint_failed"),
+        ({"status": 0, "flags": ("downstream_connection_termination",)}, "client_gone"),
+        ({"status": 200, "flags": ("downstream_remote_reset",)}, "client_gone"),
+        ({"status": 0, "flags": ("downstream_remote_reset",), "failed": "upstream_remote_reset"}, "client_gone"),
+        ({"status": 503, "flags": ("no_healthy_upstream",), "failed": "status_503"}, "no_known_address"),
+        ({"status": 0}, "no_answer"),
+    ],
+)
+def test_every_end_has_one_word(fields: dict[str, Any], word: str) -> None:
+    """The cause nearest to its author comes first: our pick, then the client, then the endpoint."""
+    assert outcome_of(completion(**fields)) == word
+
+
+def test_a_good_request_is_counted_and_told() -> None:
+    """In the metrics by pool, in the decision log under its id."""
+    house = House()
+    flight = house.start()
+    flight.close()
+    house.flights.on_completion(completion(flight.request_id, SECOND, usage=Usage(30, 8, 16)))
+    assert house.value("completions_total", pool="p", outcome="ok") == 1
+    assert house.value("ttft_seconds_sum", pool="p") == 0.5
+    assert house.value("request_seconds_sum", pool="p") == 2.0
+    tokens = {
+        kind: house.value("usage_tokens_total", pool="p", kind=kind) for kind in ("prompt", "cached", "completion")
+    }
+    assert tokens == {"prompt": 30, "cached": 16, "completion": 8}
+    [record] = house.log.read(1, flight.request_id)
+    assert record["served_by"] == SECOND
+    assert record["outcome"] == {
+        "outcome": "ok",
+        "status": 200,
+        "flags": [],
+        "details": "via_upstream",
+        "attempts": 1,
+        "failed": None,
+        "ttft_s": 0.5,
+        "duration_s": 2.0,
+        "usage": {"prompt_tokens": 30, "completion_tokens": 8, "cached_tokens": 16},
+    }
+
+
+def test_what_was_not_measured_is_not_counted() -> None:
+    """No time, no usage: the histograms stay empty rather than gain a zero."""
+    house = House()
+    flight = house.start()
+    house.flights.on_completion(completion(flight.request_id, duration_s=None, ttft_s=None))
+    assert house.value("completions_total", pool="p", outcome="ok") == 1
+    assert house.value("ttft_seconds_count", pool="p") is None
+    assert house.value("usage_tokens_total", pool="p", kind="prompt") is None
+    assert house.outcome(flight)["usage"] is None
+
+
+def test_failed_requests_take_an_endpoint_out() -> None:
+    """Three in a row, each counted by its cause; the other endpoint is not touched."""
+    house = House()
+    for _ in range(3):
+        flight = house.start()
+        house.flights.on_completion(completion(flight.request_id, FIRST, status=503, failed="status_503"))
+        flight.close()
+    assert house.value("attempts_failed_total", endpoint=FIRST, why="status_503") == 3
+    assert house.state.state[house.state.slot_of(FIRST)] == State.UNHEALTHY
+    assert house.state.state[house.state.slot_of(SECOND)] == State.READY
+    assert house.errors(FIRST) == pytest.approx(1 - 0.9**3)
+    assert house.errors(SECOND) == 0
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_answer_of_any_kind_is_evidence_of_life(status: int) -> None:
+    """A client error was served too: it ends the row of failures."""
+    house = House()
+    for _ in range(5):
+        for failed, code in (("status_500", 500), ("status_500", 500), (None, status)):
+            flight = house.start()
+            house.flights.on_completion(completion(flight.request_id, FIRST, status=code, failed=failed))
+            flight.close()
+    assert house.state.state[house.state.slot_of(FIRST)] == State.READY
+
+
+def test_a_client_that_left_is_no_evidence() -> None:
+    """Neither for the endpoint nor against it."""
+    house = House()
+    flight = house.start()
+    house.flights.on_completion(completion(flight.request_id, FIRST, status=0, flags=("downstream_remote_reset",)))
+    assert house.value("completions_total", pool="p", outcome="client_gone") == 1
+    assert house.errors(FIRST) == 0
+    assert house.value("attempts_failed_total", endpoint=FIRST, why="") is None
+
+
+def test_a_failure_at_an_unknown_address_makes_no_series() -> None:
+    """A label value that Envoy, not the fleet, chose would be unbounded."""
+    house = House()
+    flight = house.start()
+    house.flights.on_attempt(Attempt(flight.request_id, "10.9.9.9:1", "status_503"))
+    assert house.value("attempts_failed_total", endpoint="10.9.9.9:1", why="status_503") is None
+
+
+def test_a_failover_is_counted_for_its_pool() -> None:
+    """Once per move."""
+    house = House()
+    flight = house.start()
+    elsewhere = SECOND if flight.served_by == FIRST else FIRST
+    house.flights.on_attempt(Attempt(flight.request_id, elsewhere, None))
+    assert house.value("requests_moved_total", pool="p") == 1
+
+
+def test_an_entry_that_never_came_is_counted_and_told() -> None:
+    """The decision log does not leave the outcome open for ever."""
+    house = House()
+    first, second = house.start(), house.start()
+    first.close()
+    second.close()
+    assert house.value("access_log_missing_total") == 1
+    assert house.outcome(first) == {"outcome": "no access-log entry"}
+    assert house.outcome(second) is None
