@@ -1,0 +1,542 @@
+"""The fleet: when an endpoint may be picked, and what is left of it when it goes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.fleet.fleet import REMOVAL_GRACE_S, Fleet
+from policies.fleet_state import FleetState
+from policies.lifecycle import Evidence, State
+from policies.placement.placement import Unplaceable
+from policies.types import Decision, InferenceRequest, Kind, Reservation
+from vllm_adapters.health import Listing
+from vllm_adapters.metrics import EngineFigures
+
+A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+LISTING = Listing(frozenset({"m", "n"}), 4_096)
+
+
+def config(*pools: str, **extra: str) -> Generation:
+    """A generation of these pools; every pool's model has the pool's name."""
+    entries = ", ".join(
+        f"{{name: {name}, models: [{name}], endpoints: {{file: {name}.yaml}}, {extra.get(name, '')}}}" for name in pools
+    )
+    return Generation(1, parse(f"pools: [{entries}]"))
+
+
+class Events:
+    """FleetEvents as a list."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def endpoint_changed(self, address: str, before: State, after: State) -> None:
+        """Another state."""
+        self.seen.append((address, before.name, after.name))
+
+    def endpoint_gone(self, address: str) -> None:
+        """Freed."""
+        self.seen.append((address, "gone"))
+
+    def endpoint_restarted(self, address: str) -> None:
+        """Restarted."""
+        self.seen.append((address, "restarted"))
+
+    def endpoint_refused(self, pool: str) -> None:
+        """Not taken."""
+        self.seen.append((pool, "refused"))
+
+
+class House:
+    """A fleet with its Envoy: what was published, and what was acknowledged."""
+
+    def __init__(self, generation: Generation | None = None, *, max_endpoints: int = 16) -> None:
+        self.now_s = 100.0
+        self.events = Events()
+        self.state = FleetState(max_endpoints=max_endpoints, initial_slots=2)
+        self.publications: list[dict[str, frozenset[str]]] = []
+        self.fleet = Fleet(self.state, self.events, lambda: self.now_s, self._publish)
+        self.fleet.configure(generation or config("m"))
+
+    def _publish(self) -> None:
+        self.publications.append(self.fleet.assignments())
+
+    def acknowledge(self) -> None:
+        """Every Envoy has what was published."""
+        self.fleet.acknowledged(self.fleet.assignments())
+
+    def bring_up(self, pool: str, *addresses: str) -> None:
+        """Listed, acknowledged, and answering."""
+        self.fleet.set_endpoints(pool, addresses)
+        self.acknowledge()
+        for address in addresses:
+            self.fleet.listed_models(address, LISTING)
+
+    def slot(self, address: str) -> int:
+        """Its slot now."""
+        slot = self.state.slot_of(address)
+        assert slot is not None
+        return slot
+
+    def state_of(self, address: str) -> State:
+        """Its state in FleetState."""
+        return State(self.state.state[self.slot(address)])
+
+    def pick(self, pool: str = "m") -> set[str]:
+        """Every endpoint that may be picked now."""
+        request = InferenceRequest(Kind.CHAT, pool, pool, 100)
+        decision = self.fleet.placements[pool].choose(request, self.state, self.now_s, Random(1), length=99)
+        return set() if isinstance(decision, Unplaceable) else set(decision.addresses)
+
+    def place(self, pool: str = "m") -> tuple[str, Reservation]:
+        """Send one request of three blocks."""
+        request = InferenceRequest(Kind.CHAT, pool, pool, 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100])
+        placement = self.fleet.placements[pool]
+        decision = placement.choose(request, self.state, self.now_s, Random(1))
+        assert isinstance(decision, Decision)
+        return decision.addresses[0], placement.commit(decision, request, self.state, self.now_s)
+
+    def described(self, address: str) -> dict[str, Any]:
+        """What the admin API tells of it."""
+        [found] = [one for one in self.fleet.describe() if one["endpoint"] == address]
+        return found
+
+
+@pytest.fixture
+def house() -> House:
+    """A fleet of one pool without endpoints."""
+    return House()
+
+
+# -- coming
+
+
+def test_an_endpoint_is_picked_once_published_acknowledged_and_answering(house: House) -> None:
+    """All three, in whatever order the last two come."""
+    house.fleet.set_endpoints("m", [A, B])
+    assert house.publications[-1] == {"pool_m": frozenset({A, B})}
+    assert house.pick() == set()
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == set()
+    house.acknowledge()
+    assert house.pick() == {A}
+    house.fleet.listed_models(B, LISTING)
+    assert house.pick() == {A, B}
+    assert house.events.seen == [(A, "STARTING", "READY"), (B, "STARTING", "READY")]
+
+
+def test_only_what_every_envoy_acknowledged_is_picked(house: House) -> None:
+    """And no more once one of them no longer vouches for it."""
+    house.bring_up("m", A, B)
+    house.fleet.acknowledged({"pool_m": frozenset({B})})
+    assert house.pick() == {B}
+    house.fleet.acknowledged({})
+    assert house.pick() == set()
+
+
+def test_an_endpoint_serves_only_the_models_it_lists(house: House) -> None:
+    """Ready, but with another model."""
+    house.bring_up("m", A)
+    house.fleet.listed_models(A, Listing(frozenset({"another"}), None))
+    assert house.state_of(A) is State.READY
+    assert house.pick() == set()
+
+
+def test_a_pool_in_anothers_cluster_needs_no_acknowledgement() -> None:
+    """A mesh's Envoys learn of endpoints from the mesh; we publish nothing for it."""
+    house = House(config("m", m="cluster: mesh"))
+    house.fleet.set_endpoints("m", [A])
+    assert house.publications[-1] == {}
+    house.fleet.acknowledged({})
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == {A}
+
+
+def test_the_window_is_the_engines() -> None:
+    """As its model list says; unknown is zero."""
+    house = House()
+    house.bring_up("m", A)
+    assert house.state.context_tokens[house.slot(A)] == 4_096
+    house.fleet.listed_models(A, Listing(frozenset({"m"}), None))
+    assert house.state.context_tokens[house.slot(A)] == 0
+
+
+def test_no_pool_is_published_before_its_discovery_reported() -> None:
+    """Or our restart would empty an Envoy's cluster."""
+    house = House(config("m", "n"))
+    assert not house.fleet.synced
+    assert house.fleet.assignments() == {}
+    house.fleet.set_endpoints("m", [A])
+    assert house.fleet.assignments() == {"pool_m": frozenset({A})}
+    assert not house.fleet.synced
+    house.fleet.set_endpoints("n", [])
+    assert house.fleet.synced
+    assert house.fleet.assignments() == {"pool_m": frozenset({A}), "pool_n": frozenset()}
+
+
+def test_listing_the_same_again_changes_nothing(house: House) -> None:
+    """Discovery reports whole lists."""
+    house.bring_up("m", A, B)
+    before = list(house.events.seen)
+    house.fleet.set_endpoints("m", [B, A])
+    assert house.events.seen == before
+    assert house.pick() == {A, B}
+
+
+def test_evidence_of_a_stranger_is_ignored(house: House) -> None:
+    """A late probe or log entry of an endpoint that is gone."""
+    house.fleet.observe(A, Evidence.FAILED)
+    house.fleet.listed_models(A, LISTING)
+    house.fleet.scraped(A, EngineFigures(running=1, waiting=1))
+    assert house.events.seen == []
+    assert list(house.fleet.addresses()) == []
+
+
+# -- going
+
+
+def test_a_leaver_is_unpicked_then_unpublished_then_freed(house: House) -> None:
+    """In that order: what is under way to Envoy still finds the address, and running answers end in peace."""
+    house.bring_up("m", A, B)
+    house.fleet.set_endpoints("m", [B])
+    assert house.pick() == {B}
+    assert house.state_of(A) is State.STOPPED
+    assert list(house.fleet.addresses()) == [B]
+    assert house.publications[-1] == {"pool_m": frozenset({A, B})}
+    house.now_s += REMOVAL_GRACE_S / 2
+    house.fleet.tick()
+    assert house.publications[-1] == {"pool_m": frozenset({A, B})}
+    house.now_s += REMOVAL_GRACE_S / 2
+    house.fleet.tick()
+    assert house.publications[-1] == {"pool_m": frozenset({B})}
+    assert house.state.slot_of(A) is None
+    assert house.events.seen[-2:] == [(A, "READY", "STOPPED"), (A, "gone")]
+
+
+def test_a_slot_is_freed_only_when_nothing_runs_on_it(house: House) -> None:
+    """Unpublished after the grace, but its slot waits for the last answer."""
+    house.bring_up("m", A)
+    _, reservation = house.place()
+    house.fleet.set_endpoints("m", [])
+    house.now_s += 10 * REMOVAL_GRACE_S
+    house.fleet.tick()
+    assert house.publications[-1] == {"pool_m": frozenset()}
+    assert house.state.slot_of(A) is not None
+    house.state.release(reservation)
+    house.fleet.tick()
+    assert house.state.slot_of(A) is None
+    assert house.events.seen[-1] == (A, "gone")
+
+
+def test_ticking_without_leavers_publishes_nothing(house: House) -> None:
+    """It runs a few times a second."""
+    house.bring_up("m", A)
+    before = len(house.publications)
+    for _ in range(5):
+        house.now_s += 1
+        house.fleet.tick()
+    assert len(house.publications) == before
+
+
+def test_listed_again_within_the_grace_it_keeps_its_slot(house: House) -> None:
+    """It must answer a probe again, is never unpublished, and its running requests stay booked."""
+    house.bring_up("m", A)
+    slot = house.slot(A)
+    _, reservation = house.place()
+    house.fleet.set_endpoints("m", [])
+    house.fleet.set_endpoints("m", [A])
+    assert (house.slot(A), house.state_of(A)) == (slot, State.STARTING)
+    house.now_s += 10 * REMOVAL_GRACE_S
+    house.fleet.tick()
+    assert all(A in published["pool_m"] for published in house.publications[1:])
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == {A}
+    assert house.state.in_flight[slot] == 1
+    house.state.release(reservation)
+
+
+def test_listed_again_while_its_last_answer_runs_it_keeps_its_slot(house: House) -> None:
+    """After the grace: published and acknowledged anew, on the slot that its request still holds."""
+    house.bring_up("m", A)
+    slot = house.slot(A)
+    _, reservation = house.place()
+    house.fleet.set_endpoints("m", [])
+    house.now_s += 10 * REMOVAL_GRACE_S
+    house.fleet.tick()
+    house.acknowledge()
+    house.bring_up("m", A)
+    assert house.slot(A) == slot
+    assert house.pick() == {A}
+    house.state.release(reservation)
+
+
+def test_a_newcomer_on_a_freed_slot_inherits_nothing(house: House) -> None:
+    """Neither figures nor prefix credit nor models of the one before."""
+    house.bring_up("m", A)
+    house.place()
+    house.fleet.scraped(A, EngineFigures(running=9, waiting=9, kv_used=0.9))
+    house.state.in_flight[:] = 0
+    slot = house.slot(A)
+    house.fleet.set_endpoints("m", [])
+    house.now_s += 10
+    house.fleet.tick()
+    house.fleet.set_endpoints("m", [B])
+    assert house.slot(B) == slot
+    assert house.fleet.placements["m"].index.held_tokens(slot) == 0
+    assert (house.state.waiting[slot], house.state.models(slot)) == (0, frozenset())
+    assert (bool(house.state.routable[slot]), house.state_of(B)) == (False, State.STARTING)
+    assert house.described(B)["observed_age_s"] is None
+
+
+def test_draining_is_not_leaving(house: House) -> None:
+    """Picked no more, but published and watched until it is unlisted or taken back."""
+    house.bring_up("m", A, B)
+    house.fleet.observe(A, Evidence.DRAIN)
+    assert house.pick() == {B}
+    assert house.fleet.assignments() == {"pool_m": frozenset({A, B})}
+    assert set(house.fleet.addresses()) == {A, B}
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == {B}
+    house.fleet.observe(A, Evidence.UNDRAIN)
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == {A, B}
+
+
+# -- what engines say
+
+
+def test_a_scrape_fills_the_columns_with_its_time(house: House) -> None:
+    """And what the engine does not report is zero."""
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(running=3, waiting=2, kv_used=0.5))
+    slot = house.slot(A)
+    state = house.state
+    assert (state.running[slot], state.waiting[slot], state.kv_used[slot]) == (3, 2, 0.5)
+    assert state.observed_at_s[slot] == 100.0
+    house.fleet.scraped(A, EngineFigures(running=1, waiting=0))
+    assert state.kv_used[slot] == 0
+
+
+def test_the_index_has_exactly_the_capacity_the_engine_reports(house: House) -> None:
+    """The config's figure until then; shrinking evicts at once."""
+    house.bring_up("m", A)
+    slot = house.slot(A)
+    assert house.state.kv_capacity_tokens[slot] == 131_072
+    house.place()
+    assert house.fleet.placements["m"].index.held_tokens(slot) == 300
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, kv_capacity_tokens=250))
+    assert house.state.kv_capacity_tokens[slot] == 250
+    assert house.fleet.placements["m"].index.held_tokens(slot) == 200
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0))
+    assert house.state.kv_capacity_tokens[slot] == 250
+
+
+def test_a_restarted_engine_loses_its_prefix_credit(house: House) -> None:
+    """At the first scrape with another start time, and only that engine."""
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=1_000.0))
+    house.place()
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=1_000.0))
+    index = house.fleet.placements["m"].index
+    assert index.held_tokens(house.slot(A)) == 300
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0))
+    assert index.held_tokens(house.slot(A)) == 300
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2_000.0))
+    assert index.held_tokens(house.slot(A)) == 0
+    assert house.events.seen[-1] == (A, "restarted")
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2_000.0))
+    assert house.events.seen.count((A, "restarted")) == 1
+
+
+def test_the_error_average_follows_requests_and_not_probes(house: House) -> None:
+    """A tenth of the newest outcome each time."""
+    house.bring_up("m", A)
+    house.fleet.observe(A, Evidence.FAILED)
+    house.fleet.observe(A, Evidence.PROBE_FAILED)
+    assert house.state.error_ewma[house.slot(A)] == pytest.approx(0.1)
+    house.fleet.observe(A, Evidence.SERVED)
+    assert house.state.error_ewma[house.slot(A)] == pytest.approx(0.09)
+
+
+# -- several pools
+
+
+def test_two_pools_may_share_an_address() -> None:
+    """One slot and one count; each pool's cluster has it, each index its own credit."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", A)
+    assert len(house.state) == 1
+    assert house.fleet.assignments() == {"pool_m": frozenset({A}), "pool_n": frozenset({A})}
+    assert house.pick("m") == house.pick("n") == {A}
+    house.place("m")
+    assert house.fleet.placements["m"].index.held_tokens(house.slot(A)) == 300
+    assert house.fleet.placements["n"].index.held_tokens(house.slot(A)) == 0
+    assert house.described(A)["pools"] == ["m", "n"]
+
+
+def test_leaving_one_of_two_pools_keeps_it_in_the_other() -> None:
+    """Unpicked by the one, untouched in the other, and freed when both have let go."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", A)
+    house.fleet.set_endpoints("m", [])
+    assert (house.pick("m"), house.pick("n")) == (set(), {A})
+    assert house.state_of(A) is State.READY
+    house.now_s += 10
+    house.fleet.tick()
+    assert house.fleet.assignments() == {"pool_m": frozenset(), "pool_n": frozenset({A})}
+    assert house.state.slot_of(A) is not None
+    house.fleet.set_endpoints("n", [])
+    house.now_s += 10
+    house.fleet.tick()
+    assert house.state.slot_of(A) is None
+
+
+def test_a_shared_address_waits_for_both_clusters() -> None:
+    """Known in one cluster only, it is not routable."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", A)
+    house.fleet.acknowledged({"pool_m": frozenset({A}), "pool_n": frozenset()})
+    assert (house.pick("m"), house.pick("n")) == (set(), set())
+
+
+def test_capacity_and_restarts_reach_every_pool_of_an_address() -> None:
+    """Both indexes speak of the same cache."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", A)
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=1.0, kv_capacity_tokens=200))
+    house.place("m")
+    house.place("n")
+    indexes = [house.fleet.placements[pool].index for pool in ("m", "n")]
+    assert [index.held_tokens(house.slot(A)) for index in indexes] == [200, 200]
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2.0))
+    assert [index.held_tokens(house.slot(A)) for index in indexes] == [0, 0]
+
+
+# -- reload
+
+
+def test_a_reload_keeps_counts_and_credit(house: House) -> None:
+    """Another policy for the pool: same slots, same bookings, same index."""
+    house.bring_up("m", A, B)
+    address, reservation = house.place()
+    index = house.fleet.placements["m"].index
+    house.fleet.configure(config("m", m="policy: round-robin"))
+    placement = house.fleet.placements["m"]
+    assert placement.policy.name == "round-robin"
+    assert placement.index is index
+    assert index.held_tokens(house.slot(address)) == 300
+    assert house.state.in_flight[house.slot(address)] == 1
+    assert house.pick() == {A, B}
+    house.state.release(reservation)
+
+
+def test_an_unchanged_pool_keeps_its_placement(house: House) -> None:
+    """And with it whose turn it was."""
+    before = house.fleet.placements["m"]
+    house.fleet.configure(config("m", "n"))
+    assert house.fleet.placements["m"] is before
+
+
+def test_a_removed_pool_goes_with_its_endpoints() -> None:
+    """No placement, no assignment, its endpoints leave; the other pool's stay."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", B)
+    house.fleet.configure(config("n"))
+    assert set(house.fleet.placements) == {"n"}
+    assert house.publications[-1] == {"pool_n": frozenset({B})}
+    assert list(house.fleet.addresses()) == [B]
+    house.now_s += 10
+    house.fleet.tick()
+    assert house.state.slot_of(A) is None
+    assert house.fleet.synced
+
+
+def test_a_pool_that_returns_must_be_discovered_anew() -> None:
+    """Not synced, and not published as empty, until its source has reported."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", B)
+    house.fleet.configure(config("n"))
+    house.fleet.configure(config("m", "n"))
+    assert not house.fleet.synced
+    assert house.publications[-1] == {"pool_n": frozenset({B})}
+    house.bring_up("m", A)
+    assert house.pick("m") == {A}
+
+
+def test_new_thresholds_apply_to_endpoints_that_are_there(house: House) -> None:
+    """One failed probe suffices after the reload."""
+    house.bring_up("m", A)
+    generation = Generation(
+        2, parse("probe: {failed_probes: 1}\npools: [{name: m, models: [m], endpoints: {file: m.yaml}}]")
+    )
+    house.fleet.configure(generation)
+    house.fleet.observe(A, Evidence.PROBE_FAILED)
+    assert house.state_of(A) is State.UNHEALTHY
+
+
+# -- bounds
+
+
+def test_endpoints_beyond_the_bound_are_refused_and_counted() -> None:
+    """The others serve; the refused one is neither published nor watched."""
+    house = House(max_endpoints=2)
+    house.bring_up("m", A, B, C)
+    assert house.events.seen.count(("m", "refused")) == 1
+    assert house.pick() == {A, B}
+    assert house.fleet.assignments() == {"pool_m": frozenset({A, B})}
+    assert set(house.fleet.addresses()) == {A, B}
+
+
+def test_a_freed_place_is_taken_at_the_next_report() -> None:
+    """Discovery lists the refused one again and there is room now."""
+    house = House(max_endpoints=2)
+    house.bring_up("m", A, B, C)
+    house.fleet.set_endpoints("m", [B, C])
+    house.now_s += 10
+    house.fleet.tick()
+    house.bring_up("m", B, C)
+    assert house.pick() == {B, C}
+
+
+# -- described
+
+
+def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
+    """In plain values that JSON can hold."""
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(running=3, waiting=2, kv_used=0.5, kv_capacity_tokens=65_536))
+    house.place()
+    house.now_s += 2.5
+    told = house.described(A)
+    assert told == {
+        "endpoint": A,
+        "pools": ["m"],
+        "models": ["m", "n"],
+        "generation": 1,
+        "state": "ready",
+        "state_reason": "answers its model list",
+        "state_since_s": 2.5,
+        "observed_age_s": 2.5,
+        "routable": True,
+        "waiting": 2.0,
+        "running": 3.0,
+        "kv_used": 0.5,
+        "kv_capacity_tokens": 65_536.0,
+        "context_tokens": 4_096.0,
+        "in_flight": 1,
+        "in_flight_prompt_tokens": 300,
+        "in_flight_uncached_tokens": 300,
+        "error_ewma": 0.0,
+        "indexed_tokens": {"m": 300},
+    }
