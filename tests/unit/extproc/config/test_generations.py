@@ -1,0 +1,100 @@
+"""Generations: the tables that follow from a config."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from extproc.config.generations import RETRY_ON, Generation, build_policy
+from extproc.config.loading import parse, presets
+from extproc.request.tokens import TokenRates
+from policies.placement.policy import ConsistentHash, RoundRobin, Weighted
+
+CONFIG = """
+pools:
+  - name: chat
+    models: [a, b]
+    aliases: {x: a, y: b}
+    bytes_per_token: 3.5
+    tokens_per_cjk_character: 1.0
+    tokens_per_image: 256
+    endpoints: {static: []}
+  - {name: code, models: [c], endpoints: {static: []}}
+"""
+
+
+def generation(extra: str = "") -> Generation:
+    """The first generation of this config."""
+    return Generation(1, parse(CONFIG + extra))
+
+
+def test_every_name_leads_to_its_pool_and_model() -> None:
+    """Models to themselves, aliases to theirs."""
+    targets = generation().targets
+    assert {name: (target.pool.name, target.model) for name, target in targets.items()} == {
+        "a": ("chat", "a"),
+        "b": ("chat", "b"),
+        "x": ("chat", "a"),
+        "y": ("chat", "b"),
+        "c": ("code", "c"),
+    }
+
+
+def test_token_rates_are_the_pools() -> None:
+    """The defaults where it says nothing."""
+    targets = generation().targets
+    assert targets["x"].rates == TokenRates(3.5, 1.0, 256)
+    assert targets["c"].rates == TokenRates()
+
+
+@pytest.mark.parametrize(
+    ("wire", "length"),
+    [("", 3), ("wire: {endpoint_list_length: 5}", 5), ("wire: {endpoint_list: single, endpoint_list_length: 5}", 1)],
+)
+def test_how_many_endpoints_are_named_is_a_setting(wire: str, length: int) -> None:
+    """One where the caller cannot read a list."""
+    assert generation(wire).targets["a"].list_length == length
+
+
+def test_retries_are_told_in_headers() -> None:
+    """Number, kinds and statuses."""
+    headers = generation("retries: {attempts: 2, statuses: [500, 503]}").targets["a"].headers
+    assert headers == (
+        ("x-envoy-max-retries", "2"),
+        ("x-envoy-retry-on", RETRY_ON),
+        ("x-envoy-retriable-status-codes", "500,503"),
+    )
+
+
+def test_the_model_list_stays_the_same_within_a_generation() -> None:
+    """Clients that compare it see no change."""
+    one = generation()
+    assert one.models_body is one.models_body
+    assert [entry["id"] for entry in json.loads(one.models_body)["data"]] == ["a", "b", "x", "y", "c"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind"),
+    [
+        ("default", Weighted),
+        ("long-prompts", Weighted),
+        ("least-request", Weighted),
+        ("power-of-two", Weighted),
+        ("round-robin", RoundRobin),
+        ("consistent-hash", ConsistentHash),
+    ],
+)
+def test_every_preset_builds_its_policy(preset: str, kind: type) -> None:
+    """Under its own name, which metrics and decisions show; and there are no others."""
+    [pool] = parse(f"pools: [{{name: p, models: [m], endpoints: {{static: []}}, policy: {preset}}}]").pools
+    policy = build_policy(pool)
+    assert isinstance(policy, kind)
+    assert policy.name == preset
+    assert len(presets()) == 6
+
+
+def test_a_policy_spelled_out_is_called_inline() -> None:
+    """It has no other name."""
+    text = "pools: [{name: p, models: [m], endpoints: {static: []}, policy: {kind: round_robin}}]"
+    assert build_policy(parse(text).pools[0]).name == "inline"

@@ -1,0 +1,303 @@
+"""Config files: what they may say, and errors that name the place and the fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from extproc.cli import cli
+from extproc.config.loading import ConfigError, load, parse, policy_of, presets
+from extproc.config.schema import Config, Policy, check_address
+
+SMALL = """
+listen: {http: 127.0.0.1:8080}
+pools:
+  - name: chat
+    models: [Qwen/Qwen2.5-7B-Instruct]
+    endpoints: {static: [127.0.0.1:8001, 127.0.0.1:8002]}
+"""
+
+
+def pool(extra: str = "", *, name: str = "p", models: str = "[m]", endpoints: str = "{static: ['10.0.0.1:80']}") -> str:
+    """A file with one pool."""
+    return f"pools: [{{name: {name}, models: {models}, endpoints: {endpoints}, {extra}}}]"
+
+
+def faults(text: str) -> list[str]:
+    """One line per fault."""
+    with pytest.raises(ConfigError) as caught:
+        parse(text, source="f.yaml")
+    return str(caught.value).splitlines()
+
+
+# -- good files
+
+
+def test_the_smallest_useful_file_is_enough() -> None:
+    """Everything else has a default that works."""
+    config = parse(SMALL)
+    [chat] = config.pools
+    assert chat.endpoints.static == ("127.0.0.1:8001", "127.0.0.1:8002")
+    assert (chat.policy, chat.cluster_name) == ("default", "pool_chat")
+    assert config.listen.grpc == "127.0.0.1:9004"
+    assert config.limits.request_body_bytes == 32 * 1024 * 1024
+    assert config.retries.attempts == 1
+    assert config.wire.endpoint_list_length == 3
+
+
+def test_a_cluster_may_be_anothers() -> None:
+    """By name, as the mesh has it."""
+    assert parse(pool("cluster: outbound|80||vllm")).pools[0].cluster_name == "outbound|80||vllm"
+
+
+def test_a_config_cannot_be_changed_after_it_was_read() -> None:
+    """A generation is immutable."""
+    config = parse(SMALL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.pools[0].name = "other"  # type: ignore[misc]
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            pool("modells: [m]"),
+            "f.yaml: pools[0].modells: unknown key; see `pointsman check --schema` for what there is",
+        ),
+        (
+            SMALL + "limts: {}",
+            "f.yaml: limts: unknown key; see `pointsman check --schema` for what there is",
+        ),
+        ("pools: [{name: p, models: [m]}]", "f.yaml: pools[0].endpoints: required, but not given"),
+        ("listen: {}", "f.yaml: pools: required, but not given"),
+        (
+            pool(endpoints="{static: ['localhost:80']}"),
+            (
+                "f.yaml: pools[0].endpoints.static: 'localhost:80' is not IP:port, "
+                "for example 127.0.0.1:8001 or [::1]:8001"
+            ),
+        ),
+        (pool(endpoints="{}"), "f.yaml: pools[0].endpoints: give exactly one of: static, file"),
+        (pool(endpoints="{static: [], file: a}"), "f.yaml: pools[0].endpoints: give exactly one of: static, file"),
+        (
+            pool(endpoints="{static: ['10.0.0.1:80', '10.0.0.1:80']}"),
+            "f.yaml: pools[0].endpoints.static: an address is listed twice",
+        ),
+        (
+            pool("aliases: {a: x}"),
+            "f.yaml: pools[0]: alias 'a' points to 'x'; this pool serves ['m']",
+        ),
+        (pool("aliases: {m: m}"), "f.yaml: pools[0]: 'm' is both a model and an alias"),
+        (
+            pool("policy: nope"),
+            (
+                "f.yaml: pools[0].policy: no preset 'nope'; there are: consistent-hash, default, least-request, "
+                "long-prompts, power-of-two, round-robin"
+            ),
+        ),
+        (
+            pool("policy: {scorers: [{name: nope}]}"),
+            (
+                "f.yaml: pools[0].policy: unknown scorer 'nope'; there are: in_flight_tokens, kv_usage, least_request, "
+                "prefix_affinity, queue_depth"
+            ),
+        ),
+        (
+            pool("policy: {filters: [nope]}"),
+            "f.yaml: pools[0].policy: unknown filter 'nope'; there are: context, excluded, model, ready",
+        ),
+        (
+            pool("policy: {kind: nope}"),
+            (
+                "f.yaml: pools[0].policy.kind: Input should be 'weighted', 'round_robin' or 'consistent_hash' "
+                "(given: 'nope')"
+            ),
+        ),
+        (
+            SMALL + "limits: {endpoints: many}",
+            (
+                "f.yaml: limits.endpoints: Input should be a valid integer, unable to parse string as an integer "
+                "(given: 'many')"
+            ),
+        ),
+        (
+            SMALL + "retries: {statuses: [503, 200]}",
+            "f.yaml: retries.statuses[1]: Input should be greater than or equal to 500 (given: 200)",
+        ),
+        (
+            SMALL + "admin: {listen: 'localhost:9700'}",
+            (
+                "f.yaml: admin.listen: 'localhost:9700' is not IP:port, for example 127.0.0.1:8001 or [::1]:8001 "
+                "(given: 'localhost:9700')"
+            ),
+        ),
+        ("", "f.yaml: expected a mapping with `pools:` at the top, found NoneType"),
+        ("[]", "f.yaml: expected a mapping with `pools:` at the top, found list"),
+        ("pools: [", "f.yaml: not YAML: while parsing a flow node"),
+    ],
+)
+def test_an_error_names_the_place_and_the_fix(text: str, line: str) -> None:
+    """Among the lines is this one, whole."""
+    assert line in faults(text)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    """A file is mended in one go."""
+    told = "\n".join(faults(pool("modells: [m]") + "\nlimits: {endpoints: 0}\nnope: 1"))
+    assert all(path in told for path in ("pools[0].modells", "limits.endpoints", "nope"))
+
+
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        ("{name: p, models: [n], cluster: c, endpoints: {static: []}}", "pool name given more than once: p"),
+        ("{name: q, models: [n], cluster: pool_p, endpoints: {static: []}}", "cluster given more than once: pool_p"),
+        ("{name: q, models: [m], endpoints: {static: []}}", "model or alias given more than once: m"),
+        ("{name: q, models: [n], aliases: {m: n}, endpoints: {static: []}}", "model or alias given more than once: m"),
+    ],
+)
+def test_names_are_given_once(second: str, what: str) -> None:
+    """Pools, clusters, and every name a client may use."""
+    text = f"pools: [{{name: p, models: [m], endpoints: {{static: []}}}}, {second}]"
+    assert faults(text) == [f"f.yaml: top level: {what}"]
+
+
+@pytest.mark.parametrize("name", ["a b", "-a", "a/b", "''", "x" * 64])
+def test_a_pools_name_is_fit_for_a_label(name: str) -> None:
+    """It becomes a cluster's name and a metric's label."""
+    assert any(line.startswith("f.yaml: pools[0].name: String should match") for line in faults(pool(name=name)))
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "0.0.0.0:65535", "[::1]:8001", "[fd00::1:2]:80"])
+def test_addresses_are_ip_and_port(address: str) -> None:
+    """IPv6 in brackets."""
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("engine:80", "not IP:port"),
+        ("10.0.0.1", "not IP:port"),
+        ("10.0.0.1:", "not IP:port"),
+        ("10.0.0:80", "not IP:port"),
+        ("::1:80", "not IP:port"),
+        ("http://10.0.0.1:80", "not IP:port"),
+        (" 10.0.0.1:80", "not IP:port"),
+        ("", "not IP:port"),
+        ("10.0.0.256:80", "octet above 255"),
+        ("10.0.0.1:0", "port outside 1-65535"),
+        ("10.0.0.1:65536", "port outside 1-65535"),
+    ],
+)
+def test_what_is_no_address_is_told_why(address: str, why: str) -> None:
+    """With the value itself."""
+    with pytest.raises(ValueError, match=why) as caught:
+        check_address(address)
+    assert repr(address) in str(caught.value)
+
+
+# -- presets
+
+
+@pytest.mark.parametrize(
+    "name", ["consistent-hash", "default", "least-request", "long-prompts", "power-of-two", "round-robin"]
+)
+def test_every_preset_can_be_named(name: str) -> None:
+    """In a pool's `policy`; building it is part of reading the file."""
+    assert parse(pool(f"policy: {name}")).pools[0].policy == name
+    assert policy_of(name) == presets()[name]
+
+
+def test_a_policy_may_be_spelled_out() -> None:
+    """Instead of a name."""
+    spelled = parse(pool("policy: {kind: consistent_hash, load_factor: 2.0}")).pools[0].policy
+    assert spelled == Policy(kind="consistent_hash", load_factor=2.0)
+    assert policy_of(spelled) is spelled
+
+
+def test_changing_the_list_of_presets_changes_nothing() -> None:
+    """It is a copy."""
+    presets().clear()
+    assert "default" in presets()
+
+
+def test_no_preset_exceeds_its_own_bound_on_affinity() -> None:
+    """What a preset's weights say is what happens."""
+    for name, policy in presets().items():
+        total = sum(scorer.weight for scorer in policy.scorers)
+        affinity = sum(scorer.weight for scorer in policy.scorers if scorer.name == "prefix_affinity")
+        assert not total or affinity / total <= policy.max_affinity_share, name
+
+
+# -- files
+
+
+def test_a_file_is_read_and_its_name_is_in_the_errors(tmp_path: Path) -> None:
+    """So that it is known which of two was wrong."""
+    file = tmp_path / "pointsman.yaml"
+    file.write_text(SMALL)
+    assert load(file) == parse(SMALL)
+    file.write_text("pools: []")
+    with pytest.raises(ConfigError, match=f"{file}: pools: "):
+        load(file)
+
+
+def test_a_file_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+    """Not a traceback."""
+    with pytest.raises(ConfigError, match=r"none\.yaml: .*No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_no_text_is_a_config_error(tmp_path: Path) -> None:
+    """Same."""
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="binary: "):
+        load(tmp_path / "binary")
+
+
+def test_files_are_relative_to_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the working directory; absolute ones stay."""
+    (tmp_path / "etc").mkdir()
+    file = tmp_path / "etc" / "pointsman.yaml"
+    file.write_text(
+        "pools:\n"
+        "  - {name: a, models: [a], endpoints: {file: lists/a.yaml}}\n"
+        "  - {name: b, models: [b], endpoints: {file: /b.yaml}}\n"
+        "  - {name: c, models: [c], endpoints: {static: []}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load(Path("etc/pointsman.yaml"))
+    assert [one.endpoints.file for one in config.pools] == [
+        tmp_path / "etc" / "lists" / "a.yaml",
+        Path("/b.yaml"),
+        None,
+    ]
+
+
+# -- schema
+
+
+def test_the_schema_knows_every_section_and_forbids_the_rest() -> None:
+    """What `pointsman check --schema` prints, for editors."""
+    schema = Config.model_json_schema()
+    assert set(schema["properties"]) == set(Config.model_fields)
+    assert schema["required"] == ["pools"]
+    assert all(part["additionalProperties"] is False for part in (schema, *schema["$defs"].values()))
+    assert "$defs" in schema
+
+
+def test_the_schema_is_printed_as_json() -> None:
+    """By `pointsman check --schema`, without a file."""
+    result = CliRunner().invoke(cli, ["check", "--schema"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == Config.model_json_schema()
