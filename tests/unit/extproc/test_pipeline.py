@@ -580,6 +580,15 @@ def test_an_explanation_of_a_refusal_says_why(house: House, path: str, body: byt
     assert house.pipeline.explain(path, body) == expected
 
 
+def test_the_decision_log_has_the_refusal(house: House) -> None:
+    """Under the id the client was answered with."""
+    house.ask(chat("nope"))
+    [record] = house.log.read_refusals(10)
+    assert record["request_id"] == house.flight.request_id
+    assert (record["path"], record["status"], record["reason"]) == (CHAT, 404, "unknown_model")
+    assert record["time"] == 1.78e9
+
+
 def test_the_decision_log_has_the_decision(house: House) -> None:
     """Under the id that Envoy was told."""
     route = house.ask(chat("gpt-4o"))

@@ -32,7 +32,7 @@ def test_the_largest_window_counts() -> None:
     assert listing({"id": "a", "max_model_len": 100}, {"id": "b", "max_model_len": 300}).context_tokens == 300
 
 
-@pytest.mark.parametrize("window", [None, "4096", 4096.5, [1]])
+@pytest.mark.parametrize("window", [None, "4096", 4096.5, [1], 0, -1, 10**400])
 def test_a_window_that_is_no_count_is_unknown(window: object) -> None:
     """Other servers may put anything there."""
     assert listing({"id": "a", "max_model_len": window}) == Listing(frozenset({"a"}), None)
@@ -67,6 +67,13 @@ def test_another_answer_is_not_a_listing(body: bytes) -> None:
     """An error object, an empty page, names that are no text."""
     with pytest.raises(NotAListing):
         parse_models(body)
+
+
+@pytest.mark.parametrize("body", ['{"x":%s,"data":[]}', '{"data":[{"id":"a","x":%s}]}', '{"data":%s}'])
+def test_nesting_without_end_is_not_a_listing(body: str) -> None:
+    """Wherever the brackets stand."""
+    with pytest.raises(NotAListing):
+        parse_models((body % ("[" * 100_000 + "]" * 100_000)).encode())
 
 
 @given(st.binary(max_size=200))

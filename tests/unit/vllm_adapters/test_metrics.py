@@ -81,6 +81,10 @@ def test_what_is_not_reported_is_none() -> None:
         ('block_size="16",num_gpu_blocks="None"', None),
         ('block_size="16"', None),
         ('kv_cache_size_tokens="lots"', None),
+        ('kv_cache_size_tokens="-1"', None),
+        ('kv_cache_size_tokens="0"', None),
+        (f'kv_cache_size_tokens="{"9" * 400}"', None),
+        ('block_size="-16",num_gpu_blocks="1000"', None),
         ("", None),
     ],
 )
@@ -101,6 +105,14 @@ def test_a_time_stamp_behind_the_value_is_not_the_value() -> None:
     """Prometheus' text form allows one."""
     page = b"vllm:num_requests_running 4.0 1785012345000\nvllm:num_requests_waiting 1.0 1785012345000\n"
     assert parse_metrics(page).running == 4.0
+
+
+@pytest.mark.parametrize("value", ["NaN", "nan", "+Inf", "-Inf", "-1.0", "x", "1,5"])
+def test_a_figure_that_is_no_count_is_not_reported(value: str) -> None:
+    """One NaN would make every score NaN."""
+    assert parse_metrics(LINES + f"vllm:kv_cache_usage_perc {value}\n".encode()).kv_used is None
+    with pytest.raises(NotMetrics):
+        parse_metrics(f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 1.0\n".encode())
 
 
 @pytest.mark.parametrize(
@@ -128,3 +140,13 @@ def test_no_page_raises_anything_else(page: bytes) -> None:
     figures = parse_metrics(LINES + page)
     assert figures.running is not None
     assert figures.waiting is not None
+
+
+@given(st.sampled_from(["running", "waiting"]), st.floats() | st.integers() | st.text())
+def test_no_value_reaches_the_scorers_that_is_no_count(name: str, value: object) -> None:
+    """Whatever an engine writes there: figures are finite and not negative."""
+    figures = parse_metrics(LINES + f"vllm:num_requests_{name} {value}\n".encode())
+    assert figures.running is not None
+    assert figures.waiting is not None
+    assert 0 <= figures.running < float("inf")
+    assert 0 <= figures.waiting < float("inf")

@@ -1,0 +1,228 @@
+"""The admin API and the metrics page, over loopback sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from extproc.admin.server import AdminServer
+
+ADDRESS = "10.0.0.1:8000"
+pytestmark = pytest.mark.filterwarnings("ignore:shutdown_timeout should be set:DeprecationWarning")
+
+
+class Operations:
+    """A running system that answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.is_ready = (True, "")
+        self.asked: list[tuple[Any, ...]] = []
+
+    def ready(self) -> tuple[bool, str]:
+        """As set."""
+        return self.is_ready
+
+    def describe_fleet(self) -> list[dict[str, Any]]:
+        """One endpoint."""
+        return [{"endpoint": ADDRESS, "state": "ready"}]
+
+    def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
+        """One decision."""
+        self.asked.append(("decisions", limit, request_id))
+        return [{"request_id": "r"}]
+
+    def refusals(self, limit: int) -> list[dict[str, Any]]:
+        """One refusal."""
+        self.asked.append(("refusals", limit))
+        return [{"reason": "empty_body"}]
+
+    def explain(self, path: str, body: bytes) -> dict[str, Any]:
+        """One explanation."""
+        self.asked.append(("explain", path, body))
+        return {"pool": "p"}
+
+    def config(self) -> dict[str, Any]:
+        """One generation."""
+        return {"generation": 3, "config": {}}
+
+    def drain(self, address: str, *, drain: bool) -> bool:
+        """Only ADDRESS is there."""
+        self.asked.append(("drain", address, drain))
+        return address == ADDRESS
+
+    def metrics_page(self) -> bytes:
+        """A page."""
+        return b"pointsman_up 1\n"
+
+
+def free_address() -> str:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class House:
+    """The server and a client of it."""
+
+    def __init__(self, client: aiohttp.ClientSession, admin: str, metrics: str) -> None:
+        self.operations = Operations()
+        self.admin, self.metrics = admin, metrics
+        self.server = AdminServer(self.operations, admin=admin, metrics=metrics)
+        self._client = client
+
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        """Status and JSON document of an admin route."""
+        async with self._client.request(method, f"http://{self.admin}{path}", data=body) as response:
+            assert response.content_type == "application/json"
+            return response.status, await response.json()
+
+    async def page(self, path: str) -> tuple[int, bytes, str]:
+        """Status, body and content type from the metrics port."""
+        async with self._client.get(f"http://{self.metrics}{path}") as response:
+            return response.status, await response.read(), response.headers["content-type"]
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    """Listening on two free ports."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as client:
+        house = House(client, free_address(), free_address())
+        await house.server.start()
+        yield house
+        await house.server.stop()
+
+
+async def test_it_lives(house: House) -> None:
+    """Whatever the fleet does."""
+    house.operations.is_ready = (False, "stopping")
+    assert await house.ask("GET", "/livez") == (200, {"live": True})
+
+
+async def test_it_says_whether_it_is_ready_and_why_not(house: House) -> None:
+    """In the status, for probes, and in words."""
+    assert await house.ask("GET", "/readyz") == (200, {"ready": True, "reason": ""})
+    house.operations.is_ready = (False, "stopping")
+    assert await house.ask("GET", "/readyz") == (503, {"ready": False, "reason": "stopping"})
+
+
+async def test_the_fleet_is_told(house: House) -> None:
+    """Every endpoint."""
+    assert await house.ask("GET", "/v1/fleet") == (200, {"endpoints": [{"endpoint": ADDRESS, "state": "ready"}]})
+
+
+async def test_the_config_in_force_is_told(house: House) -> None:
+    """With its generation."""
+    assert await house.ask("GET", "/v1/config") == (200, {"generation": 3, "config": {}})
+
+
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [
+        ("", (20, None)),
+        ("?limit=5", (5, None)),
+        ("?limit=0", (0, None)),
+        ("?limit=1000000", (1_000, None)),
+        ("?request_id=abc", (20, "abc")),
+    ],
+)
+async def test_decisions_are_told_up_to_a_bound(house: House, query: str, asked: tuple[int, str | None]) -> None:
+    """The newest 20 unless told otherwise, or one by its id."""
+    assert await house.ask("GET", "/v1/decisions" + query) == (200, {"decisions": [{"request_id": "r"}]})
+    assert house.operations.asked == [("decisions", *asked)]
+
+
+async def test_refusals_are_told_up_to_a_bound(house: House) -> None:
+    """As decisions are."""
+    assert await house.ask("GET", "/v1/refusals?limit=5") == (200, {"refusals": [{"reason": "empty_body"}]})
+    await house.ask("GET", "/v1/refusals?limit=5000")
+    assert house.operations.asked == [("refusals", 5), ("refusals", 1_000)]
+
+
+@pytest.mark.parametrize("route", ["decisions", "refusals"])
+@pytest.mark.parametrize("limit", ["-1", "x", "", "1.5"])
+async def test_a_limit_that_is_no_number_is_refused(house: House, route: str, limit: str) -> None:
+    """In words, and nothing is read."""
+    status, answer = await house.ask("GET", f"/v1/{route}?limit={limit}")
+    assert (status, answer) == (400, {"error": {"message": "limit must be a whole number", "code": 400}})
+    assert house.operations.asked == []
+
+
+async def test_a_body_is_explained(house: House) -> None:
+    """As chat unless told otherwise; the bytes as they are."""
+    assert await house.ask("POST", "/v1/explain", b'{"model":"m"}') == (200, {"pool": "p"})
+    await house.ask("POST", "/v1/explain?path=/v1/completions", b"")
+    assert house.operations.asked == [
+        ("explain", "/v1/chat/completions", b'{"model":"m"}'),
+        ("explain", "/v1/completions", b""),
+    ]
+
+
+@pytest.mark.parametrize(("verb", "drain"), [("drain", True), ("undrain", False)])
+async def test_an_endpoint_is_drained_and_taken_back(house: House, verb: str, *, drain: bool) -> None:
+    """Named by address, colon and all."""
+    assert await house.ask("POST", f"/v1/endpoints/{ADDRESS}:{verb}") == (200, {"endpoint": ADDRESS, "done": verb})
+    assert house.operations.asked == [("drain", ADDRESS, drain)]
+
+
+async def test_an_ipv6_endpoint_can_be_named(house: House) -> None:
+    """In brackets."""
+    await house.ask("POST", "/v1/endpoints/[::1]:8000:drain")
+    assert house.operations.asked == [("drain", "[::1]:8000", True)]
+
+
+async def test_draining_a_stranger_is_not_found(house: House) -> None:
+    """404 that names it."""
+    status, answer = await house.ask("POST", "/v1/endpoints/10.9.9.9:1:drain")
+    assert (status, answer) == (404, {"error": {"message": "no endpoint 10.9.9.9:1"}})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nope", 404),
+        ("GET", "/metrics", 404),
+        ("POST", "/v1/fleet", 405),
+        ("GET", "/v1/explain", 405),
+        ("GET", f"/v1/endpoints/{ADDRESS}:drain", 405),
+        ("POST", f"/v1/endpoints/{ADDRESS}:reboot", 404),
+        ("POST", f"/v1/endpoints/{ADDRESS}", 404),
+    ],
+)
+async def test_errors_are_json(house: House, method: str, path: str, status: int) -> None:
+    """As everywhere else, and nothing is done."""
+    got, answer = await house.ask(method, path)
+    assert got == status
+    assert answer["error"]["code"] == status
+    assert answer["error"]["message"]
+    assert house.operations.asked == []
+
+
+async def test_metrics_have_their_own_port_and_nothing_else_there(house: House) -> None:
+    """In Prometheus' own content type; the admin API is not reachable through it."""
+    status, page, content_type = await house.page("/metrics")
+    assert (status, page) == (200, b"pointsman_up 1\n")
+    assert content_type.startswith("text/plain; version=")
+    assert (await house.page("/v1/fleet"))[0] == 404
+    assert (await house.page("/livez"))[0] == 404
+
+
+async def test_a_taken_port_is_an_error_at_the_start(house: House) -> None:
+    """Not a server that nobody reaches."""
+    second = AdminServer(house.operations, admin=free_address(), metrics=house.metrics)
+    with pytest.raises(OSError, match="address already in use"):
+        await second.start()
+    await second.stop()
+
+
+async def test_after_stopping_nobody_listens(house: House) -> None:
+    """On either port; stopping again is harmless."""
+    await house.server.stop()
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await house.ask("GET", "/livez")
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await house.page("/metrics")
