@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
@@ -133,6 +133,7 @@ def test_a_drained_endpoint_needs_a_probe_to_come_back() -> None:
     assert lifecycle.state is READY
 
 
+@settings(deadline=None)
 @given(
     evidence=st.lists(st.sampled_from(Evidence), max_size=60),
     thresholds=st.builds(Thresholds, st.integers(1, 4), st.integers(1, 4)),
@@ -158,6 +159,7 @@ def test_no_history_breaks_the_rules(evidence: list[Evidence], thresholds: Thres
             assert after is STOPPED
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([Evidence.PROBE_OK, Evidence.PROBE_FAILED, Evidence.SERVED, Evidence.FAILED])))
 def test_a_ready_endpoint_has_failed_less_often_than_allowed(evidence: list[Evidence]) -> None:
     """In no history is an endpoint Ready with a full row of failures behind it."""

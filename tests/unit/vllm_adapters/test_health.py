@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_adapters.health import Listing, NotAListing, parse_models
@@ -76,6 +76,7 @@ def test_nesting_without_end_is_not_a_listing(body: str) -> None:
         parse_models((body % ("[" * 100_000 + "]" * 100_000)).encode())
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_answer_raises_anything_else(body: bytes) -> None:
     """Whatever an endpoint serves there."""

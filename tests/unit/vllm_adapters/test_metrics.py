@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_adapters.metrics import EngineFigures, NotMetrics, parse_metrics
@@ -134,6 +134,7 @@ def test_another_page_is_not_metrics(page: bytes) -> None:
         parse_metrics(page)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_no_page_raises_anything_else(page: bytes) -> None:
     """Whatever an endpoint serves there."""
@@ -142,6 +143,7 @@ def test_no_page_raises_anything_else(page: bytes) -> None:
     assert figures.waiting is not None
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["running", "waiting"]), st.floats() | st.integers() | st.text())
 def test_no_value_reaches_the_scorers_that_is_no_count(name: str, value: object) -> None:
     """Whatever an engine writes there: figures are finite and not negative."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.blocks import block_hashes, block_tokens, seed_of
@@ -65,6 +65,7 @@ def test_a_memoryview_hashes_as_its_bytes() -> None:
     assert block_hashes(memoryview(prompt), SEED) == block_hashes(prompt, SEED)
 
 
+@settings(deadline=None)
 @given(
     common=st.binary(max_size=3).map(lambda unit: (unit or b"-") * 400),
     cut=st.integers(0, 1200),
@@ -123,6 +124,7 @@ PROMPTS = st.lists(
 ).map(b"".join)
 
 
+@settings(deadline=None)
 @given(prompt=PROMPTS, per_image=st.integers(1, 5_000))
 def test_blocks_never_hold_more_tokens_than_the_prompt(prompt: bytes, per_image: int) -> None:
     """One figure per block, none negative, the sum at most the whole and close to the share of whole blocks."""

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.blocks import block_hashes, seed_of
@@ -288,6 +288,7 @@ JSON = st.recursive(
 UNKNOWN = st.dictionaries(st.text().filter(lambda key: key not in _READ_FIELDS), JSON, max_size=5)
 
 
+@settings(deadline=None)
 @given(
     before=UNKNOWN,
     after=UNKNOWN,
@@ -320,6 +321,7 @@ def test_replacing_the_model_changes_the_model_and_nothing_else(
         assert parsed(edited).prompt == parsed(body).prompt
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_make_the_parser_raise(body: bytes) -> None:
     """Whatever comes, the answer is a value."""

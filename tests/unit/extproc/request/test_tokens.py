@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.tokens import TokenRates, estimate_tokens, image_spans, prompt_tokens
@@ -85,12 +85,14 @@ def test_what_is_no_data_url_is_text(text: bytes) -> None:
     assert image_spans(text) == []
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_an_estimate_is_at_least_one_token(text: bytes) -> None:
     """For any bytes, UTF-8 or not."""
     assert prompt_tokens(text, image_spans(text), RATES) >= 1
 
 
+@settings(deadline=None)
 @given(st.text(alphabet='ab你한é\n"\\/', max_size=60))
 def test_escaping_a_text_does_not_change_its_cjk_share(text: str) -> None:
     """Raw and escaped spellings of CJK text are estimated alike, up to rounding."""

@@ -11,7 +11,7 @@ from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import any_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.flight import Attempt, Completion, Usage
@@ -135,6 +135,7 @@ def test_garbage_is_malformed(raw: bytes) -> None:
         read(raw)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_no_bytes_raise_anything_but_malformed(raw: bytes) -> None:
     """From either service."""
