@@ -1,0 +1,242 @@
+"""Watchers: what an endpoint's answers, and their absence, become for the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.config.schema import Config
+from extproc.fleet import watchers as module
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.watchers import Watchers
+from extproc.observe.metrics import Metrics
+from policies.fleet_state import FleetState
+from policies.lifecycle import State
+
+HANG_S = 60
+LISTING = '{"object":"list","data":[{"id":"m","max_model_len":4096}]}'
+PAGE = "vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"
+
+
+def config(**intervals: Any) -> Config:
+    """Quick turns, so that a test need not wait."""
+    scrape = {"interval_ms": 5, "timeout_ms": 5_000, "backoff_max_ms": 5} | intervals
+    text = f"probe: {{interval_ms: 5, timeout_ms: 5000}}\nscrape: {scrape}\n"
+    return parse(text + "pools: [{name: p, models: [m], endpoints: {file: none.yaml}}]")
+
+
+class Engine:
+    """An HTTP server in the place of a vLLM."""
+
+    def __init__(self) -> None:
+        self.listing: tuple[int, str] = (200, LISTING)
+        self.page: tuple[int, str] = (200, PAGE)
+        self.asked: list[str] = []
+
+    async def start(self) -> str:
+        """Listen; returns the address."""
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Nothing listens any more."""
+        await self._runner.cleanup()
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return self._answer("models", *self.listing)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return self._answer("metrics", *self.page)
+
+    def _answer(self, what: str, status: int, text: str) -> web.Response:
+        self.asked.append(what)
+        headers = {"location": "/elsewhere"} if status == 302 else {}
+        return web.Response(status=status, text=text, headers=headers)
+
+
+class House:
+    """A fleet of one engine, watched."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.turns: dict[str, asyncio.Queue[bool]] = {"scrape": asyncio.Queue(), "probe": asyncio.Queue()}
+        self.state = FleetState()
+        self.fleet = Fleet(self.state, Metrics(), asyncio.get_running_loop().time)
+        self.fleet.configure(Generation(1, config()))
+        self.watchers = Watchers(self.fleet, self, config())
+
+    def scraped(self, *, ok: bool) -> None:
+        """WatchEvents."""
+        self.turns["scrape"].put_nowait(ok)
+
+    def probed(self, *, ok: bool) -> None:
+        """WatchEvents."""
+        self.turns["probe"].put_nowait(ok)
+
+    async def watch(self) -> None:
+        """List the engine and watch it."""
+        self.address = await self.engine.start()
+        self.fleet.set_endpoints("p", [self.address])
+        self.watchers.watch(self.fleet.addresses())
+
+    async def until(self, what: str, *, ok: bool) -> None:
+        """A whole turn of one loop that began after this call ended so."""
+        turns = self.turns[what]
+        async with asyncio.timeout(HANG_S):
+            while not turns.empty():
+                turns.get_nowait()
+            await turns.get()  # may have begun before
+            while await turns.get() is not ok:
+                pass
+
+    @property
+    def slot(self) -> int:
+        """The engine's."""
+        slot = self.state.slot_of(self.address)
+        assert slot is not None
+        return slot
+
+    @property
+    def now(self) -> State:
+        """The engine's state."""
+        return State(self.state.state[self.slot])
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    """Watching, until the test is over."""
+    house = House()
+    await house.watch()
+    yield house
+    await house.watchers.close()
+    await house.engine.stop()
+
+
+async def test_an_engine_that_answers_is_ready_and_its_figures_are_known(house: House) -> None:
+    """By its model list and its metrics page."""
+    await house.until("probe", ok=True)
+    await house.until("scrape", ok=True)
+    assert house.now is State.READY
+    assert house.state.models(house.slot) == {"m"}
+    assert house.state.context_tokens[house.slot] == 4_096
+    figures = (house.state.running[house.slot], house.state.waiting[house.slot], house.state.kv_used[house.slot])
+    assert figures == (3, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [(500, LISTING), (404, "{}"), (302, "moved"), (200, "OK"), (200, '{"error":"loading"}')],
+    ids=["500", "404", "redirect", "not JSON", "no list"],
+)
+async def test_an_engine_that_answers_wrongly_falls_out(house: House, listing: tuple[int, str]) -> None:
+    """After three in a row, and returns with the first good one."""
+    await house.until("probe", ok=True)
+    house.engine.listing = listing
+    for _ in range(3):
+        await house.until("probe", ok=False)
+    assert house.now is State.UNHEALTHY
+    house.engine.listing = (200, LISTING)
+    await house.until("probe", ok=True)
+    assert house.now is State.READY
+
+
+async def test_an_engine_that_is_gone_is_out_at_once(house: House) -> None:
+    """Nothing listens: one refused probe suffices."""
+    await house.until("probe", ok=True)
+    await house.engine.stop()
+    await house.until("probe", ok=False)
+    assert house.now is State.UNHEALTHY
+    await house.until("scrape", ok=False)
+
+
+@pytest.mark.parametrize("page", [(500, PAGE), (200, "<html>"), (200, "")], ids=["500", "HTML", "empty"])
+async def test_a_bad_metrics_page_leaves_the_last_figures_and_the_state(house: House, page: tuple[int, str]) -> None:
+    """They grow stale; the endpoint stays ready."""
+    await house.until("scrape", ok=True)
+    await house.until("probe", ok=True)
+    house.engine.page = page
+    await house.until("scrape", ok=False)
+    observed_at_s = house.state.observed_at_s[house.slot]
+    await house.until("scrape", ok=False)
+    assert house.state.running[house.slot] == 3
+    assert house.state.observed_at_s[house.slot] == observed_at_s
+    assert house.now is State.READY
+
+
+async def test_a_page_without_end_is_not_read(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the bound it is no metrics page."""
+    monkeypatch.setattr(module, "_MAX_PAGE_BYTES", 1_000)
+    house.engine.page = (200, PAGE + "#" * 100_000)
+    await house.until("scrape", ok=False)
+    house.engine.page = (200, PAGE + "#" * 100)
+    await house.until("scrape", ok=True)
+
+
+async def test_a_fault_of_ours_ends_neither_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn counts as failed, the next one is taken."""
+    await house.until("probe", ok=True)
+
+    def broken(*_args: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.fleet, "listed_models", broken)
+        patch.setattr(house.fleet, "scraped", broken)
+        await house.until("probe", ok=False)
+        await house.until("scrape", ok=False)
+    await house.until("probe", ok=True)
+    await house.until("scrape", ok=True)
+
+
+async def test_an_engine_that_answers_again_is_scraped_at_once() -> None:
+    """Its scrape must not wait out a back-off of hours."""
+    house = House()
+    house.watchers.configure(config(interval_ms=3_600_000, backoff_max_ms=3_600_000))
+    house.engine.listing = house.engine.page = (500, "")
+    await house.watch()
+    assert await asyncio.wait_for(house.turns["scrape"].get(), HANG_S) is False
+    await house.until("probe", ok=False)
+    house.engine.listing, house.engine.page = (200, LISTING), (200, PAGE)
+    assert await asyncio.wait_for(house.turns["scrape"].get(), HANG_S) is True
+    await house.watchers.close()
+    await house.engine.stop()
+
+
+async def test_only_what_is_listed_is_watched(house: House) -> None:
+    """Watching the same again changes nothing; an unlisted endpoint is asked no more."""
+    tasks = set(asyncio.all_tasks())
+    house.watchers.watch([house.address])
+    assert set(asyncio.all_tasks()) == tasks
+    await house.until("probe", ok=True)
+    watching = [task for watcher in house.watchers._watchers.values() for task in watcher.tasks]
+    house.watchers.watch([])
+    await asyncio.wait_for(asyncio.gather(*watching, return_exceptions=True), HANG_S)
+    asked = len(house.engine.asked)
+    assert house.watchers._watchers == {}
+    assert len(house.engine.asked) == asked
+    assert all(task.cancelled() for task in watching)
+
+
+async def test_a_back_off_grows_to_its_bound() -> None:
+    """Twice as long each time, never longer than configured and never shorter than the interval."""
+    house = House()
+    house.watchers.configure(config(interval_ms=200, backoff_max_ms=1_000))
+    await house.watch()
+    [watcher] = house.watchers._watchers.values()
+    assert [watcher._pause_s(failures) for failures in (0, 1, 2, 3, 50)] == [0.2, 0.4, 0.8, 1.0, 1.0]
+    watcher.config = config(interval_ms=2_000, backoff_max_ms=1_000)
+    assert [watcher._pause_s(failures) for failures in (0, 50)] == [2.0, 2.0]
+    await house.watchers.close()
+    await house.engine.stop()
