@@ -111,7 +111,7 @@ class App:
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
     def _handlers(self) -> dict[tuple[str, str], Any]:
-        processor = Processor(self.flights, self.pipeline.decide, self.metrics)
+        processor = Processor(self.flights, self.pipeline, self.metrics)
         access_log = AccessLog(self.flights, self.metrics)
         return {
             (EXT_PROC, "Process"): bidirectional(processor.process),

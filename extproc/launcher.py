@@ -123,13 +123,14 @@ class Launcher:
     def __init__(self, config: Config, config_path: Path, *, concurrency: int | None = None) -> None:
         """Raise NoEnvoy."""
         self._config = config
+        envoy_binary = find_envoy()
         self._run = Path(tempfile.mkdtemp(prefix="pointsman-"))
         self._admin_socket = self._run / "envoy-admin.sock"
         serve = [sys.executable, "-m", "extproc.cli", "serve", str(config_path)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
         # `misc` warns of every message its authors have not declared stable; that choice is ours and made.
         quiet = ["--disable-hot-restart", "-l", "warning", "--component-log-level", "misc:error"]
-        envoy = [find_envoy(), "-c", str(self._run / "envoy.yaml"), *quiet, *workers]
+        envoy = [envoy_binary, "-c", str(self._run / "envoy.yaml"), *quiet, *workers]
         self._serve = _Child("decision process", serve, ALLOCATOR)
         self._envoy = _Child("envoy", envoy)
         self._stopping = asyncio.Event()
@@ -176,6 +177,8 @@ class Launcher:
             pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (child.falls - 1))
             log.error("child fell, starting it again", child=child.name, code=code, pause_s=pause)
             await asyncio.sleep(pause)
+            if self._stopping.is_set():
+                return
 
     async def _announce(self) -> None:
         """Say so when requests can be served."""

@@ -83,6 +83,11 @@ class Pipeline:
 
     # -- live requests
 
+    def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:
+        """The refusal of a request whose headers alone condemn it, so that its body need not be sent; else None."""
+        refusal = self._judge_headers(self.generation, headers)
+        return None if refusal is None else self._refuse(flight, headers, refusal)
+
     def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
         """What to do with one request. Never raises: a fault of ours is a 500 with a counter and a log line."""
         try:
@@ -90,21 +95,24 @@ class Pipeline:
         except Exception:
             log.exception("decision failed")
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
-        if isinstance(outcome, Refusal):
-            self._events.refused_with(outcome.reason, outcome.status)
-            self._decisions.add_refusal(self._wall_clock(), flight.request_id, headers.get(":path", ""), outcome)
-            return refuse(outcome)
-        return outcome
+        return self._refuse(flight, headers, outcome) if isinstance(outcome, Refusal) else outcome
+
+    def _refuse(self, flight: Flight, headers: Mapping[str, str], refusal: Refusal) -> Answer:
+        self._events.refused_with(refusal.reason, refusal.status)
+        self._decisions.add_refusal(self._wall_clock(), flight.request_id, _path(headers), refusal)
+        return refuse(refusal)
 
     def _decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Refusal:
         generation = self.generation
-        path = headers.get(":path", "").partition("?")[0]
-        kind = _KINDS.get(path)
-        if kind is None:
-            return self._without_engine(generation, headers.get(":method", ""), path)
-        refusal = self._gate(generation, headers, body)
+        refusal = self._judge_headers(generation, headers)
         if refusal is not None:
             return refusal
+        kind = _KINDS.get(_path(headers))
+        if kind is None:
+            self._events.answered("models")
+            return Answer(200, generation.models_body, reason="models")
+        if len(body) > generation.config.limits.request_body_bytes:
+            return _too_large(generation)
         began = perf_counter()
         found = self._understand(generation, kind, headers, body)
         if isinstance(found, Refusal):
@@ -114,34 +122,22 @@ class Pipeline:
         self._parse_s(parsed_at - began)
         return self._place(flight, target, request, body, parsed_at)
 
-    def _without_engine(self, generation: Generation, method: str, path: str) -> Answer | Refusal:
-        """What we answer ourselves: the model list, or that there is no such thing."""
-        if path.rstrip("/") != _MODELS:
-            return Refusal(404, _INVALID, f"no such path: {path[:200]}", Reason.UNKNOWN_PATH)
-        if method not in {"GET", "HEAD"}:
-            return _method_not_allowed(method, _MODELS)
-        self._events.answered("models")
-        return Answer(200, generation.models_body, reason="models")
-
-    def _gate(self, generation: Generation, headers: Mapping[str, str], body: bytes) -> Refusal | None:
+    def _judge_headers(self, generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
         """Refusals that need no look into the body."""
-        if headers.get(":method") != "POST":
-            return _method_not_allowed(headers.get(":method", ""), headers.get(":path", ""))
+        path, method = _path(headers), headers.get(":method", "")
+        if path not in _KINDS:
+            return _judge_without_engine(method, path)
+        if method != "POST":
+            return _method_not_allowed(method, path)
         if self.draining:
             return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=_RETRY_AFTER_S)
         if self._flights.full:
-            return Refusal(
-                429, "rate_limit_error", "too many requests in flight", Reason.TOO_MANY_REQUESTS,
-                retry_after_s=_RETRY_AFTER_S,
-            )  # fmt: skip
-        limit = generation.config.limits.request_body_bytes
-        if len(body) > limit:
-            return Refusal(413, _INVALID, f"the body is larger than {limit} bytes", Reason.BODY_TOO_LARGE)
+            return _too_many_requests()
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > generation.config.limits.request_body_bytes:
+            return _too_large(generation)
         encoding = headers.get("content-encoding", "identity").strip().lower()
-        if encoding not in {"", "identity"}:
-            message = f"content-encoding {encoding[:40]!r} is not supported; send the body as it is"
-            return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_ENCODING)
-        return None
+        return None if encoding in {"", "identity"} else _unsupported_encoding(encoding)
 
     def _understand(
         self, generation: Generation, kind: Kind, headers: Mapping[str, str], body: bytes
@@ -203,6 +199,33 @@ class Pipeline:
         if isinstance(decision, Unplaceable):
             return {**asked, "pool": target.pool.name, **explain_unplaceable(decision)}
         return {**asked, **explain(decision)}
+
+
+def _path(headers: Mapping[str, str]) -> str:
+    """Without the query: some clients put their key there."""
+    return headers.get(":path", "").partition("?")[0]
+
+
+def _judge_without_engine(method: str, path: str) -> Refusal | None:
+    """Only the model list is answered without an engine."""
+    if path.rstrip("/") != _MODELS:
+        return Refusal(404, _INVALID, f"no such path: {path[:200]}", Reason.UNKNOWN_PATH)
+    return None if method in {"GET", "HEAD"} else _method_not_allowed(method, _MODELS)
+
+
+def _too_large(generation: Generation) -> Refusal:
+    limit = generation.config.limits.request_body_bytes
+    return Refusal(413, _INVALID, f"the body is larger than {limit} bytes", Reason.BODY_TOO_LARGE)
+
+
+def _too_many_requests() -> Refusal:
+    message = "too many requests in flight"
+    return Refusal(429, "rate_limit_error", message, Reason.TOO_MANY_REQUESTS, retry_after_s=_RETRY_AFTER_S)
+
+
+def _unsupported_encoding(encoding: str) -> Refusal:
+    message = f"content-encoding {encoding[:40]!r} is not supported; send the body as it is"
+    return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_ENCODING)
 
 
 def _method_not_allowed(method: str, path: str) -> Refusal:

@@ -10,10 +10,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
+import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+log = structlog.get_logger(__name__)
+
 _MOST_DECISIONS = 1_000
+_LONGEST_NUMBER = 9
 _LARGEST_BODY_BYTES = 64 * 1024 * 1024
 
 
@@ -60,11 +64,11 @@ class AdminServer:
         await self._listen(self._metrics_app(), metrics)
 
     async def _listen(self, app: web.Application, address: str) -> None:
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runners.append(runner)
         host, _, port = address.rpartition(":")
-        await web.TCPSite(runner, host.strip("[]"), int(port), shutdown_timeout=1.0).start()
+        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
 
     async def stop(self) -> None:
         """Stop listening."""
@@ -123,7 +127,7 @@ class AdminServer:
 def _limit(request: web.Request) -> int:
     """`?limit=`, 20 unless told. Raises HTTPBadRequest."""
     limit = request.query.get("limit", "20")
-    if not limit.isdecimal():
+    if not limit.isdecimal() or len(limit) > _LONGEST_NUMBER:
         raise web.HTTPBadRequest(reason="limit must be a whole number")
     return min(int(limit), _MOST_DECISIONS)
 
@@ -141,6 +145,9 @@ async def _json_errors(
         return await handler(request)
     except web.HTTPException as error:
         return _json({"error": {"message": error.reason, "code": error.status}}, error.status)
+    except Exception:
+        log.exception("admin request failed", path=request.path)
+        return _json({"error": {"message": "internal error", "code": 500}}, 500)
 
 
 def _json(document: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - whatever JSON can hold

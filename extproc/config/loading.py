@@ -64,7 +64,21 @@ def _presets() -> dict[str, Policy]:
 
 
 def _explain(error: ValidationError) -> list[str]:
-    return [f"{_path(fault['loc'])}: {_sentence(fault)}" for fault in error.errors()]
+    faults = error.errors()
+    return [f"{_path(fault['loc'])}: {_sentence(fault)}" for fault in faults if not _follows(fault, faults)]
+
+
+def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails, as below
+    """A fault that is only the shadow of another.
+
+    A list counts as too short when its one item is wrong, and an inline policy is no preset's name either.
+    """
+    place = fault["loc"]
+    if fault["type"] == "too_short":
+        return any(other["loc"][: len(place)] == place for other in faults if other is not fault)
+    if place[-1:] == ("str",) and fault["type"] == "string_type":
+        return any(other["loc"][: len(place) - 1] == place[:-1] for other in faults if other is not fault)
+    return False
 
 
 def _path(location: tuple[int | str, ...]) -> str:

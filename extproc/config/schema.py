@@ -7,12 +7,13 @@ running system has its field under `limits`.
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-_ADDRESS = re.compile(r"^(\d{1,3}(?:\.\d{1,3}){3}|\[[0-9a-fA-F:]+\]):(\d{1,5})$")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 Positive = Annotated[int, Field(gt=0)]
@@ -20,16 +21,21 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def check_address(value: str) -> str:
-    """Return `value` if it is `IP:port` (IPv6 in brackets), else raise ValueError saying so."""
-    match = _ADDRESS.match(value)
-    if not match:
+    """`value` in the one spelling Envoy uses, if it is `IP:port` (IPv6 in brackets). Raises ValueError saying so."""
+    match = _ADDRESS.fullmatch(value)
+    if match is None:
         raise ValueError(f"{value!r} is not IP:port, for example 127.0.0.1:8001 or [::1]:8001")
     host, port = match.groups()
-    if not host.startswith("[") and any(int(part) > 255 for part in host.split(".")):
-        raise ValueError(f"{value!r} has an octet above 255")
-    if not 0 < int(port) < 65536:
-        raise ValueError(f"{value!r} has a port outside 1-65535")
-    return value
+    try:
+        ip = ip_address(host.strip("[]"))
+    except ValueError as error:
+        raise ValueError(f"{value!r} is not IP:port: {error}") from None
+    if not 0 < int(port) <= _LAST_PORT or port.startswith("0"):
+        raise ValueError(f"{value!r} has a port outside 1-{_LAST_PORT}")
+    return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+
+
+_LAST_PORT = 65_535
 
 
 class Model(BaseModel):
@@ -57,11 +63,12 @@ class Endpoints(Model):
     @field_validator("static")
     @classmethod
     def _check_static(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for address in value or ():
-            check_address(address)
-        if value is not None and len(set(value)) != len(value):
+        if value is None:
+            return None
+        addresses = tuple(check_address(address) for address in value)
+        if len(set(addresses)) != len(addresses):
             raise ValueError("an address is listed twice")
-        return value
+        return addresses
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

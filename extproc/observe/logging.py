@@ -13,8 +13,11 @@ from extproc.config.schema import Log
 def configure_logging(config: Log) -> None:
     """Set level and form for the whole process. Logs go to stderr, so that stdout stays for answers."""
     console = sys.stderr.isatty() if config.format == "auto" else config.format == "console"
+    # Plain tracebacks: the pretty ones print the variables of every frame, and with them prompts and keys.
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if console
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

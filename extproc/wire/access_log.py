@@ -59,12 +59,19 @@ class AccessLog:
             log.warning("malformed access-log message", error=str(error))
             return
         for entry in entries:
-            try:
-                self._join(entry)
-            except Exception:
-                # One entry that trips us must not end the stream and take all the others with it.
-                log.exception("access-log entry not processed")
-                self._events.entry(kind="request", result="error")
+            self._take(entry)
+
+    def _take(self, entry: Attempt | Completion | Malformed) -> None:
+        if isinstance(entry, Malformed):
+            self._events.malformed("access_log")
+            log.warning("malformed access-log entry", error=str(entry))
+            return
+        try:
+            self._join(entry)
+        except Exception:
+            # One entry that trips us must not end the stream and take all the others with it.
+            log.exception("access-log entry not processed")
+            self._events.entry(kind="request", result="error")
 
     def _join(self, entry: Attempt | Completion) -> None:
         if isinstance(entry, Attempt):

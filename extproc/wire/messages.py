@@ -45,7 +45,7 @@ class Phase(IntEnum):
 
 
 class BodyMode(IntEnum):
-    """How the caller sends bodies; the numbers are ext_proc's. UNSTATED: it did not say."""
+    """How the caller sends bodies; the numbers are ext_proc's. UNSTATED: it did not say. UNKNOWN: newer than we are."""
 
     NONE = processing_mode_pb2.ProcessingMode.NONE
     STREAMED = processing_mode_pb2.ProcessingMode.STREAMED
@@ -53,7 +53,10 @@ class BodyMode(IntEnum):
     BUFFERED_PARTIAL = processing_mode_pb2.ProcessingMode.BUFFERED_PARTIAL
     FULL_DUPLEX_STREAMED = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
     UNSTATED = -1
+    UNKNOWN = -2
 
+
+_BODY_MODES = {mode.value: mode for mode in BodyMode if mode >= 0}
 
 _PHASES = {
     "request_headers": Phase.REQUEST_HEADERS,
@@ -103,7 +106,7 @@ def read(raw: bytes) -> Received:
 def _body_mode(message: ext_proc.ProcessingRequest) -> BodyMode:
     if not message.HasField("protocol_config"):
         return BodyMode.UNSTATED
-    return BodyMode(message.protocol_config.request_body_mode)
+    return _BODY_MODES.get(message.protocol_config.request_body_mode, BodyMode.UNKNOWN)
 
 
 def _empty_reply(field: str) -> bytes:
@@ -218,14 +221,24 @@ _FAILED_BEFORE_ANSWER = (
 """Flags that mean the endpoint, not the client, broke the attempt."""
 
 
-def read_access_log(raw: bytes) -> list[Attempt | Completion]:
-    """Decode one StreamAccessLogsMessage into what its entries say. Raises Malformed."""
+def read_access_log(raw: bytes) -> list[Attempt | Completion | Malformed]:
+    """Decode one StreamAccessLogsMessage into what its entries say; one that cannot be read is a Malformed.
+
+    Raises Malformed if nothing of the message can be read.
+    """
     try:
         message = als_pb2.StreamAccessLogsMessage.FromString(raw)
     except Exception as error:  # upb's DecodeError has no public name of its own
         raise Malformed(str(error)) from error
-    entries = (_entry(entry) for entry in message.http_logs.log_entry)
+    entries = (_entry_or_fault(entry) for entry in message.http_logs.log_entry)
     return [entry for entry in entries if entry is not None]
+
+
+def _entry_or_fault(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | Malformed | None:
+    try:
+        return _entry(entry)
+    except Exception as error:  # noqa: BLE001 - one odd entry must not take the others with it
+        return Malformed(str(error))
 
 
 def _entry(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | None:
@@ -305,7 +318,7 @@ def _seconds(common: accesslog_pb2.AccessLogCommon, field: str) -> float | None:
 def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
     """From our custom tag: Envoy's own time_to_first_upstream_rx_byte is the headers, which vLLM sends at once."""
     value = common.custom_tags.get("ttft_us", "")
-    return int(value) * 1e-6 if value.isdigit() else None
+    return int(value) * 1e-6 if value.isascii() and value.isdecimal() else None
 
 
 _USAGE_NAMESPACE = "pointsman.usage"

@@ -11,21 +11,29 @@ ends, and its end gives the reservation back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import grpc.aio
 import structlog
 
 from extproc.flight import Flight, Flights
-from extproc.reply import Pending, Reply, refuse
+from extproc.reply import Answer, Pending, Reply, refuse
 from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, accept, read, render
 from policies.types import Reason, Refusal
 
 log = structlog.get_logger(__name__)
 
-Decide: TypeAlias = Callable[[Flight, Mapping[str, str], bytes], Reply | Pending]
-"""The pipeline: (flight, request headers, whole body) -> what to do. Knows nothing of the transport."""
+
+class Decider(Protocol):
+    """The pipeline, as a transport sees it. It knows nothing of the transport."""
+
+    def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:
+        """Asked when only the headers are there: a refusal saves the client sending its body."""
+
+    def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
+        """What to do with the whole request."""
+
 
 _SERVED_MODES = (BodyMode.BUFFERED, BodyMode.UNSTATED)
 
@@ -46,15 +54,16 @@ class WireEvents(Protocol):
 class Exchange:
     """The messages of one HTTP request. `receive` returns what to send, in order of what came."""
 
-    __slots__ = ("_body", "_decide", "_events", "_flight", "_headers", "_phase")
+    __slots__ = ("_body", "_decider", "_decision_made", "_events", "_flight", "_headers", "_phase")
 
-    def __init__(self, flight: Flight, decide: Decide, events: WireEvents) -> None:
+    def __init__(self, flight: Flight, decider: Decider, events: WireEvents) -> None:
         self._flight = flight
-        self._decide = decide
+        self._decider = decider
         self._events = events
         self._headers: Mapping[str, str] = {}
         self._phase = Phase.UNKNOWN
         self._body = b""
+        self._decision_made = False
 
     def receive(self, raw: bytes) -> bytes | Pending | None:
         """Take one message. None: nothing to send. Raises Malformed."""
@@ -72,7 +81,11 @@ class Exchange:
             return self._decided(Phase.REQUEST_HEADERS, b"")
         if mode not in _SERVED_MODES:
             return self._refuse_mode(mode)
-        return accept(self._flight.request_id)
+        early = self._decider.refuse_early(self._flight, headers)
+        if early is None:
+            return accept(self._flight.request_id)
+        self._decision_made = True
+        return render(early, Phase.REQUEST_HEADERS, b"", self._flight.request_id)
 
     def _refuse_mode(self, mode: BodyMode) -> bytes:
         refusal = Refusal(
@@ -85,7 +98,10 @@ class Exchange:
         return render(refuse(refusal), Phase.REQUEST_HEADERS, b"", self._flight.request_id)
 
     def _decided(self, phase: Phase, body: bytes) -> bytes | Pending:
-        reply = self._decide(self._flight, self._headers, body)
+        if self._decision_made:
+            raise Malformed("a request was already decided on this stream")  # else it would take a second place
+        self._decision_made = True
+        reply = self._decider.decide(self._flight, self._headers, body)
         if isinstance(reply, Pending):
             self._phase, self._body = phase, body
             return reply
@@ -100,16 +116,16 @@ class Exchange:
 class Processor:
     """The grpc.aio handler of `ExternalProcessor.Process`, over raw bytes."""
 
-    def __init__(self, flights: Flights, decide: Decide, events: WireEvents) -> None:
+    def __init__(self, flights: Flights, decider: Decider, events: WireEvents) -> None:
         self._flights = flights
-        self._decide = decide
+        self._decider = decider
         self._events = events
 
     async def process(self, _requests: object, context: Any) -> None:  # noqa: ANN401 - grpcio has no types
         """Serve one stream until the HTTP request it belongs to has ended."""
         flight = self._flights.open()
         try:
-            await self._converse(Exchange(flight, self._decide, self._events), context)
+            await self._converse(Exchange(flight, self._decider, self._events), context)
         except Malformed as error:
             self._events.malformed("ext_proc")
             log.warning("malformed ext_proc message", error=str(error))

@@ -142,6 +142,16 @@ def test_the_envoy_beside_our_python_comes_first(monkeypatch: pytest.MonkeyPatch
     assert find_envoy() == str(tmp_path / "path" / "envoy")
 
 
+def test_without_an_envoy_no_folder_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is made before it is known that it can be used."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NoEnvoy):
+        Launcher(parse("pools: [{name: p, models: [m], endpoints: {static: []}}]"), tmp_path / "c.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- limits
 
 
@@ -239,6 +249,19 @@ async def test_a_child_that_falls_later_is_no_failed_start(
     launcher._stopping.set()
     await child.stop()
     await finish(keeper)
+
+
+async def test_nothing_is_started_again_while_stopping(
+    house: House, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end comes while a fallen child waits for its next start: there is none."""
+
+    async def pause(_seconds: float) -> None:
+        launcher._stopping.set()
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    await asyncio.wait_for(launcher._keep(house.child("decider", "sys.exit(0)")), HANG_S)
+    assert house.notes() == ["decider up"]
 
 
 # -- the whole

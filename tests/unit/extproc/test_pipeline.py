@@ -406,6 +406,47 @@ def test_a_refusal_has_its_status_and_reason(house: House, case: str) -> None:
     assert house.flights.unsettled_count == 0
 
 
+EARLY: dict[str, tuple[dict[str, str], int, str]] = {
+    "unknown path": ({":path": "/nope"}, 404, "unknown_path"),
+    "wrong method": ({":method": "PUT"}, 405, "method_not_allowed"),
+    "model list by POST": ({":path": "/v1/models"}, 405, "method_not_allowed"),
+    "declared too large": ({"content-length": "100001"}, 413, "body_too_large"),
+    "compressed": ({"content-encoding": "br"}, 415, "unsupported_encoding"),
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_what_headers_alone_condemn_is_refused_before_the_body_comes(house: House, case: str) -> None:
+    """Counted and logged as any refusal."""
+    headers, status, reason = EARLY[case]
+    answer = house.pipeline.refuse_early(house.flights.open(), POST | headers)
+    assert answer is not None
+    assert (answer.status, answer.reason) == (status, reason)
+    assert error_of(answer)["message"]
+    assert house.events.refusals == [(reason, status)]
+    assert [record["reason"] for record in house.log.read_refusals(9)] == [reason]
+
+
+def test_a_process_that_takes_nothing_says_so_before_the_body_comes(house: House) -> None:
+    """Draining, or full."""
+    flights = [house.flights.open() for _ in range(5)]
+    full = house.pipeline.refuse_early(flights[0], POST)
+    house.pipeline.draining = True
+    draining = house.pipeline.refuse_early(flights[0], POST)
+    assert full is not None
+    assert draining is not None
+    assert (full.reason, draining.reason) == ("too_many_requests", "shutting_down")
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"content-length": "100000"}, {"content-length": "many"}, {"content-encoding": "identity"}]
+)
+def test_headers_that_may_be_good_are_let_through(house: House, headers: dict[str, str]) -> None:
+    """Nothing is counted: the body decides."""
+    assert house.pipeline.refuse_early(house.flights.open(), POST | headers) is None
+    assert house.events.refusals == []
+
+
 def test_a_body_of_exactly_the_limit_is_read(house: House) -> None:
     """The bound is on what is larger."""
     body = json.dumps(chat(words=1)).encode()
@@ -587,6 +628,14 @@ def test_the_decision_log_has_the_refusal(house: House) -> None:
     assert record["request_id"] == house.flight.request_id
     assert (record["path"], record["status"], record["reason"]) == (CHAT, 404, "unknown_model")
     assert record["time"] == 1.78e9
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_query_is_kept_nowhere(house: House, method: str) -> None:
+    """Some clients put their key there: neither the log of refusals nor the answer repeats it."""
+    answer = house.at(method, CHAT + "?api-key=PRIVATE", b"")
+    assert b"PRIVATE" not in answer.body
+    assert "PRIVATE" not in json.dumps(house.log.read_refusals(1))
 
 
 def test_the_decision_log_has_the_decision(house: House) -> None:

@@ -12,7 +12,6 @@ import pytest
 from extproc.admin.server import AdminServer
 
 ADDRESS = "10.0.0.1:8000"
-pytestmark = pytest.mark.filterwarnings("ignore:shutdown_timeout should be set:DeprecationWarning")
 
 
 class Operations:
@@ -144,7 +143,7 @@ async def test_refusals_are_told_up_to_a_bound(house: House) -> None:
 
 
 @pytest.mark.parametrize("route", ["decisions", "refusals"])
-@pytest.mark.parametrize("limit", ["-1", "x", "", "1.5"])
+@pytest.mark.parametrize("limit", ["-1", "x", "", "1.5", "9" * 5_000])
 async def test_a_limit_that_is_no_number_is_refused(house: House, route: str, limit: str) -> None:
     """In words, and nothing is read."""
     status, answer = await house.ask("GET", f"/v1/{route}?limit={limit}")
@@ -200,6 +199,17 @@ async def test_errors_are_json(house: House, method: str, path: str, status: int
     assert answer["error"]["code"] == status
     assert answer["error"]["message"]
     assert house.operations.asked == []
+
+
+async def test_a_fault_of_ours_is_json_too(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 500 without its working, and the server lives on."""
+
+    def broken() -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr(house.operations, "describe_fleet", broken)
+    assert await house.ask("GET", "/v1/fleet") == (500, {"error": {"message": "internal error", "code": 500}})
+    assert (await house.ask("GET", "/livez"))[0] == 200
 
 
 async def test_metrics_have_their_own_port_and_nothing_else_there(house: House) -> None:

@@ -147,6 +147,25 @@ def test_an_error_names_the_place_and_the_fix(text: str, line: str) -> None:
     assert line in faults(text)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    ["modells: [m]", "aliases: {a: x}", "policy: {kind: nope}", "policy: {scorers: [{name: queue_depth, weight: -1}]}"],
+)
+def test_one_fault_is_one_line(extra: str) -> None:
+    """What only follows from it (the list is too short, a policy is no preset's name) would mislead."""
+    assert len(faults(pool(extra))) == 1
+
+
+def test_an_empty_list_of_pools_is_a_fault_of_its_own() -> None:
+    """Not the shadow of another."""
+    assert faults("pools: []") == ["f.yaml: pools: Tuple should have at least 1 item after validation, not 0"]
+
+
+def test_a_policy_that_is_neither_name_nor_mapping_is_a_fault() -> None:
+    """Told at its place."""
+    assert all(line.startswith("f.yaml: pools[0].policy: ") for line in faults(pool("policy: 5")))
+
+
 def test_every_fault_is_told_at_once() -> None:
     """A file is mended in one go."""
     told = "\n".join(faults(pool("modells: [m]") + "\nlimits: {endpoints: 0}\nnope: 1"))
@@ -194,9 +213,15 @@ def test_addresses_are_ip_and_port(address: str) -> None:
         ("http://10.0.0.1:80", "not IP:port"),
         (" 10.0.0.1:80", "not IP:port"),
         ("", "not IP:port"),
-        ("10.0.0.256:80", "octet above 255"),
+        ("10.0.0.256:80", "not IP:port"),
         ("10.0.0.1:0", "port outside 1-65535"),
         ("10.0.0.1:65536", "port outside 1-65535"),
+        ("10.0.0.1:08000", "port outside 1-65535"),
+        ("010.0.0.1:80", "not IP:port"),
+        ("10.0.0.1:8000\n", "not IP:port"),
+        ("\u0661\u0660.0.0.1:80", "not IP:port"),
+        ("[:::::]:80", "not IP:port"),
+        ("fd00::1:80", "not IP:port"),
     ],
 )
 def test_what_is_no_address_is_told_why(address: str, why: str) -> None:
@@ -204,6 +229,19 @@ def test_what_is_no_address_is_told_why(address: str, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         check_address(address)
     assert repr(address) in str(caught.value)
+
+
+@pytest.mark.parametrize("spelled", ["[0:0::1]:80", "[0000:0:0:0:0:0:0:0001]:80", "[::1]:80"])
+def test_an_ipv6_address_has_one_spelling(spelled: str) -> None:
+    """Envoy's own, or its access log would speak of an endpoint that nobody knows."""
+    assert check_address(spelled) == "[::1]:80"
+    assert parse(pool(endpoints=f"{{static: ['{spelled}']}}")).pools[0].endpoints.static == ("[::1]:80",)
+
+
+def test_two_spellings_of_one_address_are_one_address() -> None:
+    """Listed twice."""
+    lines = faults(pool(endpoints="{static: ['[::1]:80', '[0::1]:80']}"))
+    assert lines == ["f.yaml: pools[0].endpoints.static: an address is listed twice"]
 
 
 # -- presets

@@ -61,7 +61,7 @@ def test_an_empty_list_is_a_list() -> None:
         ("[engine:80]", "is not IP:port"),
         ("[10.0.0.1]", "is not IP:port"),
         ("[10.0.0.1:0]", "port outside 1-65535"),
-        ("[10.0.0.1:80, 10.0.0.256:80]", "octet above 255"),
+        ("[10.0.0.1:80, 10.0.0.256:80]", "10.0.0.256:80' is not IP:port"),
     ],
 )
 def test_anything_else_is_refused_in_words(text: str | None, message: str) -> None:
@@ -189,6 +189,25 @@ async def test_bytes_that_are_no_text_are_told_as_none(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     async with following(file) as follower:
         assert await follower.next() is None
+
+
+async def test_a_listener_that_fails_misses_one_change_only(tmp_path: Path) -> None:
+    """The file is followed on: the next change is told."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("one")
+    texts: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def take(text: str | None) -> None:
+        texts.put_nowait(text)
+        if text == "one":
+            raise ZeroDivisionError
+
+    task = asyncio.create_task(follow_file(file, take))
+    assert await asyncio.wait_for(texts.get(), HANG_S) == "one"
+    put(file, "two")
+    assert await asyncio.wait_for(texts.get(), HANG_S) == "two"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 # -- pools

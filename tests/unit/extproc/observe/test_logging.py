@@ -29,15 +29,15 @@ def write() -> None:
     stumble()
 
 
-def fall() -> None:
+def fall(prompt: str) -> None:
     """Something goes wrong."""
-    raise ZeroDivisionError("boom")
+    raise ZeroDivisionError("boom", len(prompt))
 
 
 def stumble() -> None:
     """And is logged with its traceback."""
     try:
-        fall()
+        fall("PRI" + "VATE")
     except ZeroDivisionError:
         structlog.get_logger("test").exception("failed")
 
@@ -52,7 +52,7 @@ def test_json_lines_are_json(capsys: Captured) -> None:
     assert state["event"] == "endpoint state"
     assert (state["level"], state["endpoint"], state["reason"]) == ("info", "10.0.0.1:80", "ünïcode")
     assert state["timestamp"].endswith("Z")
-    assert "ZeroDivisionError: boom" in failed["exception"]
+    assert "ZeroDivisionError: ('boom', 7)" in failed["exception"]
 
 
 def test_a_console_reads_lines(capsys: Captured) -> None:
@@ -65,6 +65,16 @@ def test_a_console_reads_lines(capsys: Captured) -> None:
     assert "10.0.0.1:80" in err
     assert "ZeroDivisionError" in err
     assert "quiet" not in err
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_a_traceback_shows_no_variables(capsys: Captured, form: str) -> None:
+    """They hold prompts and Authorization headers."""
+    configure_logging(Log.model_validate({"format": form}))
+    write()
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err
+    assert "PRIVATE" not in err
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,27 @@ def test_other_media_count_as_images_do() -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        rb"data:image\/png;base64,",
+        b"data:image/png;charset=utf-8;base64,",
+        rb"data:image\u002fpng;base64,",
+    ],
+    ids=["escaped slash", "parameter", "escaped as unicode"],
+)
+def test_an_image_is_an_image_however_its_url_is_written(url: bytes) -> None:
+    """PHP escapes slashes by default; some clients name a character set."""
+    text = b'"' + url + b"A" * 400_000 + b'"' + b"x" * 400
+    assert prompt_tokens(text, image_spans(text), RATES) == 1_024 + 100
+
+
+def test_a_prompt_full_of_beginnings_is_searched_in_one_go() -> None:
+    """Text that looks like a data URL again and again and never is one."""
+    text = b'"data:' * 50_000 + b";base64,"
+    assert image_spans(text) == []
+
+
+@pytest.mark.parametrize(
     "text",
     [b'"https://example.com/a.png"', b'"the word ;base64, in a sentence"', b'"data:image/png,raw"', b""],
 )

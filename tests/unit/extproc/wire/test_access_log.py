@@ -191,6 +191,17 @@ def test_garbage_is_counted_and_survived() -> None:
     assert len(house.events.ends) == 1
 
 
+def test_an_entry_that_cannot_be_read_leaves_the_others() -> None:
+    """It is counted as malformed, the next one is joined."""
+    house = House()
+    flight = house.start()
+    odd = entry(DOWNSTREAM_END, flight.request_id)
+    odd.common_properties.metadata.typed_filter_metadata["pointsman.usage"].value = b"\xff\xff"
+    house.log.receive(message(odd, entry(DOWNSTREAM_END, flight.request_id)))
+    assert house.events.malformed_services == ["access_log"]
+    assert house.events.entries == [("request", "joined")]
+
+
 class Context:
     """grpcio's side."""
 

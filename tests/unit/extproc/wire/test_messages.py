@@ -86,10 +86,12 @@ def test_a_header_that_is_no_utf8_is_read_with_marks() -> None:
         (MODE.BUFFERED, BodyMode.BUFFERED),
         (MODE.BUFFERED_PARTIAL, BodyMode.BUFFERED_PARTIAL),
         (MODE.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED),
+        (5, BodyMode.UNKNOWN),
+        (77, BodyMode.UNKNOWN),
     ],
 )
 def test_the_callers_body_mode_is_told_from_the_first_message(mode: int | None, expected: BodyMode) -> None:
-    """Old callers do not say; the rest name one of ext_proc's modes."""
+    """Old callers do not say; the rest name one of ext_proc's modes, newer ones perhaps one that we do not know."""
     assert read(headers_message({}, mode=mode).SerializeToString()).body_mode is expected
 
 
@@ -272,7 +274,7 @@ def entry_of(
     return entry
 
 
-def logged(*entries: accesslog_pb2.HTTPAccessLogEntry) -> list[Attempt | Completion]:
+def logged(*entries: accesslog_pb2.HTTPAccessLogEntry) -> list[Any]:
     """What the entries say."""
     message = als_pb2.StreamAccessLogsMessage()
     message.http_logs.log_entry.extend(entries)
@@ -317,7 +319,7 @@ def test_figures_envoy_did_not_measure_are_none() -> None:
     assert (completion.duration_s, completion.ttft_s, completion.usage) == (None, None, None)
 
 
-@pytest.mark.parametrize("tag", ["", "-", "-5", "1.5"])
+@pytest.mark.parametrize("tag", ["", "-", "-5", "1.5", "²", "٣"])
 def test_a_time_to_first_token_that_is_no_count_is_none(tag: str) -> None:
     """Envoy's formatter writes `-` for what did not happen."""
     entry = entry_of(DOWNSTREAM_END)
@@ -452,6 +454,13 @@ def test_the_request_id_is_taken_from_metadata_first_then_from_the_header() -> N
     header.request.request_headers["x-pointsman-request-id"] = ID
     neither = entry_of(DOWNSTREAM_END, request_id=None)
     assert [told.request_id for told in logged(both, header, neither)] == [ID, ID, ""]
+
+
+def test_an_entry_that_cannot_be_read_is_told_as_such_beside_the_others() -> None:
+    """One odd entry does not take the message with it."""
+    odd = entry_of(DOWNSTREAM_END)
+    odd.common_properties.metadata.typed_filter_metadata["pointsman.usage"].value = b"\xff\xff"
+    assert [type(told) for told in logged(odd, entry_of(DOWNSTREAM_END))] == [Malformed, Completion]
 
 
 def test_entries_stay_in_order() -> None:

@@ -67,8 +67,13 @@ class Decider:
         self.asked: list[tuple[Mapping[str, str], bytes]] = []
         self.was_asked = asyncio.Event()
         self.reply: Reply | Pending | None = None
+        self.early: Answer | None = None
 
-    def __call__(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
+    def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:  # noqa: ARG002 - Decider
+        """Nothing to object unless told so."""
+        return self.early
+
+    def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
         """Route to one place unless told otherwise."""
         self.asked.append((headers, body))
         self.was_asked.set()
@@ -191,6 +196,34 @@ def test_a_mode_that_is_not_served_is_refused_in_words(stream: Stream, mode: str
     assert "request_body_mode: BUFFERED" in error["message"]
     assert stream.events.refusals == [("unsupported_body_mode", 501)]
     assert stream.decider.asked == []
+
+
+@pytest.mark.parametrize("mode", [5, 77])
+def test_a_mode_of_a_later_version_is_refused_in_words(stream: Stream, mode: int) -> None:
+    """GRPC is one; its name is not known to us, the mend is."""
+    immediate = stream.send(headers_of(mode=mode)).immediate_response
+    assert immediate.status.code == 501
+    assert "request_body_mode: BUFFERED" in json.loads(immediate.body)["error"]["message"]
+
+
+def test_what_headers_alone_condemn_is_refused_before_the_body(stream: Stream) -> None:
+    """The client is spared sending it; what comes all the same is not decided."""
+    stream.decider.early = Answer(413, b"{}", reason="body_too_large")
+    reply = stream.send(headers_of())
+    assert reply.immediate_response.status.code == 413
+    with pytest.raises(Malformed, match="already decided"):
+        stream.exchange.receive(body_of(b"{}").SerializeToString())
+    assert stream.decider.asked == []
+
+
+def test_a_stream_is_decided_once(stream: Stream) -> None:
+    """A second body, or headers after it, would take a second place that nobody gives back."""
+    stream.send(headers_of())
+    stream.send(body_of(b"{}"))
+    for again in (body_of(b"{}"), headers_of("/v1/models", end_of_stream=True)):
+        with pytest.raises(Malformed, match="already decided"):
+            stream.exchange.receive(again.SerializeToString())
+    assert len(stream.decider.asked) == 1
 
 
 def test_a_get_is_served_in_every_mode(stream: Stream) -> None:
