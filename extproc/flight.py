@@ -76,6 +76,11 @@ class Completion:
     response_bytes: int
     usage: Usage | None = None
 
+    @property
+    def client_left(self) -> bool:
+        """The client ended it. What Envoy then does to the endpoint's connection is not the endpoint's fault."""
+        return "downstream_connection_termination" in self.flags or "downstream_remote_reset" in self.flags
+
 
 class FlightEvents(Protocol):
     """Who wants to know what becomes of requests: metrics, the decision log, the fleet."""
@@ -99,10 +104,10 @@ class Flight:
     __slots__ = (
         "_flights",
         "charged",
-        "decision",
         "ended_at_s",
         "opened_at_s",
         "placement",
+        "pool",
         "request",
         "request_id",
         "reservation",
@@ -120,8 +125,8 @@ class Flight:
         # Known to Envoy before the body comes, so that the access log can name even a request cut off while we decide.
         self.request_id = secrets.token_hex(REQUEST_ID_BYTES)
         self.request: InferenceRequest | None = None
-        self.decision: Decision | None = None
         self.placement: Placement | None = None
+        self.pool = ""
         self.reservation: Reservation | None = None
         self.served_by: str | None = None
         self.charged: tuple[str, ...] = ()
@@ -129,9 +134,14 @@ class Flight:
     def reserve(
         self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation
     ) -> None:
-        """The request has its place; from here on `close()` gives it back."""
+        """The request has its place; from here on `close()` gives it back.
+
+        Of the decision only the names are kept: its arrays belong to the decision log, not to every open stream.
+        """
+        if self.stage is not Stage.OPEN:
+            raise AssertionError("a request takes one place, once")
         self.request = request
-        self.decision = decision
+        self.pool = decision.pool
         self.placement = placement
         self.reservation = reservation
         self.served_by = decision.addresses[0]
@@ -205,6 +215,7 @@ class Flights:
         self.ended += 1
         if stage is Stage.RESERVED and flight.reservation is not None:
             self._state.release(flight.reservation)
+            flight.request = flight.placement = None  # needed only for a move, and nothing moves any more
             del self._reserved[flight.request_id]
             if flight.settled:
                 self._keep_for_late_attempts(flight)
@@ -229,6 +240,7 @@ class Flights:
             return False
         if attempt.failed is not None:
             self._charge(flight, attempt.address, attempt.failed)
+            self._take_credit_back(flight, attempt.address)
         elif attempt.address is not None and not flight.settled:
             self._move(flight, attempt.address)
         return True
@@ -238,10 +250,10 @@ class Flights:
         slot = self._state.slot_of(address)
         reservation, placement, request = flight.reservation, flight.placement, flight.request
         flight.served_by = address
-        if slot is None or reservation is None or placement is None or request is None or slot == reservation.slot:
+        if slot is None or reservation is None or slot == reservation.slot:
             return
         self._events.moved(flight, reservation.slot, slot)
-        if flight.stage is Stage.RESERVED:
+        if placement is not None and request is not None:
             flight.reservation = placement.moved(request, reservation, slot, self._state, self._clock())
 
     def on_completion(self, completion: Completion) -> bool:
@@ -254,10 +266,18 @@ class Flights:
             self._keep_for_late_attempts(flight)
         if completion.address is not None:
             flight.served_by = completion.address
-        if completion.failed is not None:
+        if completion.failed is not None and not completion.client_left:
             self._charge(flight, completion.address, completion.failed)
         self._events.settled(flight, completion)
         return True
+
+    def _take_credit_back(self, flight: Flight, address: str | None) -> None:
+        """A prompt that an endpoint did not take is not in its cache."""
+        reservation, placement, request = flight.reservation, flight.placement, flight.request
+        if reservation is None or placement is None or request is None or address is None:
+            return
+        if self._state.slot_of(address) == reservation.slot:
+            placement.failed(request, reservation)
 
     def _charge(self, flight: Flight, address: str | None, why: str) -> None:
         """Hold a failure against an endpoint, once per request: both logs tell of the last attempt."""

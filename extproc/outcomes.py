@@ -21,7 +21,7 @@ class Outcomes:
 
     def moved(self, flight: Flight, from_slot: int, to_slot: int) -> None:  # noqa: ARG002 - FlightEvents
         """Another endpoint serves the request than the one chosen."""
-        self._metrics.moved(_pool(flight))
+        self._metrics.moved(self._pool(flight))
 
     def failed(self, flight: Flight, address: str, why: str) -> None:  # noqa: ARG002 - FlightEvents
         """An endpoint could not serve the request."""
@@ -31,7 +31,7 @@ class Outcomes:
 
     def settled(self, flight: Flight, completion: Completion) -> None:
         """The access-log entry came."""
-        pool, outcome = _pool(flight), outcome_of(completion)
+        pool, outcome = self._pool(flight), outcome_of(completion)
         if completion.address is not None and outcome in {"ok", "client_error"}:
             self._fleet.observe(completion.address, Evidence.SERVED)
         self._metrics.completed(pool, outcome, completion.ttft_s, completion.duration_s)
@@ -46,12 +46,16 @@ class Outcomes:
         self._metrics.entry_missing()
         self._decisions.finish(flight.request_id, flight.served_by, {"outcome": "no access-log entry"})
 
+    def _pool(self, flight: Flight) -> str:
+        """The pool's name as a label; empty once it is gone, or the last requests would bring its series back."""
+        return flight.pool if flight.pool in self._fleet.placements else ""
+
 
 def outcome_of(completion: Completion) -> str:
     """One word for how a request ended."""
     if "no_healthy_upstream" in completion.flags:
         return "no_known_address"
-    if "downstream_connection_termination" in completion.flags or "downstream_remote_reset" in completion.flags:
+    if completion.client_left:
         return "client_gone"
     if completion.failed is not None:
         return "endpoint_failed"
@@ -76,7 +80,3 @@ def _describe(completion: Completion, outcome: str) -> dict[str, object]:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
-
-
-def _pool(flight: Flight) -> str:
-    return flight.decision.pool if flight.decision is not None else ""

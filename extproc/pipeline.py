@@ -19,6 +19,7 @@ from extproc.flight import Flight, Flights
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.parsing import Parsed, model_splice, parse_body, to_request
+from extproc.request.splice import Splice
 from policies.placement.placement import Placement, Unplaceable
 from policies.types import Decision, InferenceRequest, Kind, Reason, Refusal
 
@@ -117,10 +118,10 @@ class Pipeline:
         found = self._understand(generation, kind, headers, body)
         if isinstance(found, Refusal):
             return found
-        target, request = found
+        target, request, splices = found
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        return self._place(flight, target, request, body, parsed_at)
+        return self._place(flight, target, request, splices, parsed_at)
 
     def _judge_headers(self, generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
         """Refusals that need no look into the body."""
@@ -133,15 +134,15 @@ class Pipeline:
             return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=_RETRY_AFTER_S)
         if self._flights.full:
             return _too_many_requests()
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > generation.config.limits.request_body_bytes:
+        if _declared_bytes(headers) > generation.config.limits.request_body_bytes:
             return _too_large(generation)
         encoding = headers.get("content-encoding", "identity").strip().lower()
         return None if encoding in {"", "identity"} else _unsupported_encoding(encoding)
 
     def _understand(
         self, generation: Generation, kind: Kind, headers: Mapping[str, str], body: bytes
-    ) -> tuple[Target, InferenceRequest] | Refusal:
+    ) -> tuple[Target, InferenceRequest, tuple[Splice, ...]] | Refusal:
+        """Where the request leads, what it asks, and how its body must be edited for that."""
         parsed = parse_body(kind, body)
         if isinstance(parsed, Refusal):
             return parsed
@@ -149,10 +150,11 @@ class Pipeline:
         if target is None:
             return _unknown_model(parsed)
         session = headers.get("x-pointsman-session") or headers.get("x-session-id")
-        return target, to_request(parsed, target.model, target.rates, session_key=session)
+        splices = () if target.model == parsed.model else (model_splice(body, parsed, target.model),)
+        return target, to_request(parsed, target.model, target.rates, session_key=session), splices
 
     def _place(
-        self, flight: Flight, target: Target, request: InferenceRequest, body: bytes, began: float
+        self, flight: Flight, target: Target, request: InferenceRequest, splices: tuple[Splice, ...], began: float
     ) -> Route | Refusal:
         """Choose and commit, with nothing in between."""
         placement = self._fleet.placements[target.pool.name]
@@ -162,7 +164,6 @@ class Pipeline:
         self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
             return _no_ready_endpoint(target, decision)
-        splices = () if request.model == request.asked_model else (model_splice(body, request.model),)
         flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
         self._note(flight, request, decision)
         self._commit_s(perf_counter() - chosen_at)
@@ -174,7 +175,7 @@ class Pipeline:
         """Count and log the decision; the prompt goes no further than this."""
         request.prompt = b""
         self._events.decided(
-            decision.pool, decision.addresses[0], Reason.ROUTED, request.input_tokens, decision.chosen_matched_tokens
+            decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
         )
         for fallback in decision.fallbacks:
             self._events.fell_back(fallback)
@@ -191,7 +192,7 @@ class Pipeline:
         found = self._understand(generation, kind, {}, body)
         if isinstance(found, Refusal):
             return {"error": found.message, "status": found.status, "reason": found.reason}
-        target, request = found
+        target, request, _ = found
         placement: Placement = self._fleet.placements[target.pool.name]
         rng = Random(0)  # its own, so that asking does not change what live requests draw
         decision = placement.choose(request, self._fleet.state, self._clock(), rng, length=target.list_length)
@@ -204,6 +205,17 @@ class Pipeline:
 def _path(headers: Mapping[str, str]) -> str:
     """Without the query: some clients put their key there."""
     return headers.get(":path", "").partition("?")[0]
+
+
+_LONGEST_LENGTH = 15
+"""Digits of a content-length that is read; a longer one is simply too much."""
+
+
+def _declared_bytes(headers: Mapping[str, str]) -> float:
+    length = headers.get("content-length", "0")
+    if not length.isascii() or not length.isdecimal():
+        return 0
+    return int(length) if len(length) <= _LONGEST_LENGTH else float("inf")
 
 
 def _judge_without_engine(method: str, path: str) -> Refusal | None:

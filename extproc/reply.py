@@ -71,6 +71,5 @@ def refuse(refusal: Refusal) -> Answer:
 
 _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
-    Reason.CONTEXT_TOO_LONG: "context_length_exceeded",
 }
 """Codes that OpenAI's clients know by name; elsewhere the code is our reason."""

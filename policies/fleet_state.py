@@ -28,8 +28,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("waiting", np.float64, 0),
     ("running", np.float64, 0),
     ("kv_used", np.float64, 0),
-    ("kv_capacity_tokens", np.float64, 0),
-    ("context_tokens", np.float64, 0),
+    ("kv_capacity_tokens", np.float64, 131_072),
+    ("context_tokens", np.float64, np.inf),
     ("in_flight", np.int64, 0),
     ("in_flight_prompt_tokens", np.int64, 0),
     ("in_flight_uncached_tokens", np.int64, 0),
@@ -46,8 +46,9 @@ class TooManyEndpoints(Exception):
 class FleetState:
     """Named arrays over endpoint slots; see the module's page for who writes them.
 
-    `waiting`, `running`: requests in the engine, scraped. `kv_used`: 0..1. `kv_capacity_tokens`, `context_tokens`:
-    tokens, 0 when unknown. `in_flight*`: ours, exact. `observed_at_s`: time of the last good scrape.
+    `waiting`, `running`: requests in the engine, scraped. `kv_used`: 0..1. `kv_capacity_tokens`: the pool's figure
+    until the engine reports its own. `context_tokens`: endless while unknown. `in_flight*`: ours, exact.
+    `observed_at_s`: time of the last good scrape.
     `routable`: every connected Envoy has acknowledged the address.
     """
 

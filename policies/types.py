@@ -25,6 +25,18 @@ Filtered: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 """Per filter that removed something: its name and the addresses removed."""
 
 
+class Choice(StrEnum):
+    """What told for the endpoint chosen."""
+
+    ONLY_CANDIDATE = "only_candidate"
+    AFFINITY = "affinity"
+    """It holds as much of the prompt as any other."""
+    SPILLED = "spilled"
+    """Another holds more of the prompt, but was passed over for its load."""
+    LOAD = "load"
+    """Nobody holds any of the prompt."""
+
+
 class Fallback(StrEnum):
     """What a decision had to do without. Each is counted: a silent fallback is a bug."""
 
@@ -42,7 +54,6 @@ class Kind(StrEnum):
 class Reason(StrEnum):
     """Why a decision or refusal came out as it did: the bounded label set of metrics and the decision log."""
 
-    ROUTED = "routed"
     INVALID_JSON = "invalid_json"
     INVALID_REQUEST = "invalid_request"
     EMPTY_BODY = "empty_body"
@@ -52,7 +63,6 @@ class Reason(StrEnum):
     UNKNOWN_PATH = "unknown_path"
     UNKNOWN_MODEL = "unknown_model"
     BODY_TOO_LARGE = "body_too_large"
-    CONTEXT_TOO_LONG = "context_too_long"
     NO_READY_ENDPOINT = "no_ready_endpoint"
     TOO_MANY_REQUESTS = "too_many_requests"
     SHUTTING_DOWN = "shutting_down"
@@ -119,6 +129,7 @@ class Decision:
 
     pool: str
     policy: str
+    choice: Choice
     order: tuple[int, ...]
     addresses: tuple[str, ...]
     matched_tokens: Floats
@@ -137,3 +148,8 @@ class Reservation:
     generation: int
     prompt_tokens: int
     uncached_tokens: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """What the endpoint was believed to hold of the prompt before this request."""
+        return self.prompt_tokens - self.uncached_tokens

@@ -1,18 +1,26 @@
 """The decision log: the last N decisions with everything needed to explain them. Prompts are never in it.
 
-A record keeps references to the arrays the decision already made; text is built only when somebody reads.
+A record keeps references to the arrays the decision already made; text is built only when somebody reads. Reading is
+safe in another thread than the one that adds: a decision never changes, and the rings are copied in one step.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from policies.placement.placement import Unplaceable
 from policies.types import Decision, Filtered, InferenceRequest, Refusal
 
 _LONGEST_PATH = 200
+_DIGITS = 6
+_MOST_ROWS = 20_000
+"""Candidates and filtered endpoints told in one answer: four decisions of the largest fleet, some megabytes of JSON."""
 
 
 @dataclass(slots=True)
@@ -81,15 +89,25 @@ class DecisionLog:
             record.outcome = outcome
 
     def read(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
-        """The newest `limit` decisions, newest first, or the one with `request_id`."""
+        """The newest `limit` decisions, newest first, or the one with `request_id`.
+
+        All of them name the endpoints picked. The candidates are told as far as `_MOST_ROWS` reaches; how many are
+        left out of a decision stands in its `rows_left_out`.
+        """
         if request_id is not None:
             record = self._by_id.get(request_id)
-            return [_explain_record(record)] if record else []
+            return [_explain_record(record, whole=True)] if record else []
         newest = list(self._records)[-limit:] if limit > 0 else []
-        return [_explain_record(record) for record in reversed(newest)]
+        rows = accumulate(_rows(record.decision) for record in reversed(newest))
+        return [_explain_record(r, whole=count <= _MOST_ROWS) for r, count in zip(reversed(newest), rows, strict=True)]
 
 
-def _explain_record(record: Record) -> dict[str, Any]:
+def _rows(decision: Decision) -> int:
+    return len(decision.ranking.candidates) + sum(len(addresses) for _, addresses in decision.filtered)
+
+
+def _explain_record(record: Record, *, whole: bool) -> dict[str, Any]:
+    decision = record.decision
     return {
         "time": round(record.time_s, 3),
         "request_id": record.request_id,
@@ -99,7 +117,8 @@ def _explain_record(record: Record) -> dict[str, Any]:
         "rewritten": record.asked_model != record.model,
         "input_tokens": record.input_tokens,
         "stream": record.stream,
-        **explain(record.decision),
+        **(explain(decision) if whole else _outline(decision) | {"candidates": [], "filtered": []}),
+        "rows_left_out": 0 if whole else _rows(decision),
         "served_by": record.served_by,
         "outcome": record.outcome,
     }
@@ -107,25 +126,35 @@ def _explain_record(record: Record) -> dict[str, Any]:
 
 def explain(decision: Decision) -> dict[str, Any]:
     """A decision in words and figures."""
-    ranking = decision.ranking
-    candidates = [
-        {
-            "endpoint": decision.slot_addresses[slot],
-            "score": round(float(ranking.scores[position]), 6),
-            "matched_tokens": int(decision.matched_tokens[position]),
-            "parts": {name: round(float(part[position]), 6) for name, part in ranking.parts.items()},
-        }
-        for position, slot in enumerate(ranking.candidates.tolist())
-    ]
+    return _outline(decision) | {
+        "candidates": sorted(_explain_candidates(decision), key=_by_score),
+        "filtered": _explain_filtered(decision.filtered),
+    }
+
+
+def _outline(decision: Decision) -> dict[str, Any]:
     return {
         "pool": decision.pool,
         "policy": decision.policy,
+        "choice": decision.choice,
         "endpoints": list(decision.addresses),
         "matched_tokens": decision.chosen_matched_tokens,
-        "candidates": sorted(candidates, key=_by_score),
-        "filtered": _explain_filtered(decision.filtered),
         "fallbacks": list(decision.fallbacks),
     }
+
+
+def _explain_candidates(decision: Decision) -> Iterator[dict[str, Any]]:
+    """One row per candidate. Whole arrays are rounded at once: an item at a time takes ten times as long."""
+    ranking, names = decision.ranking, tuple(decision.ranking.parts)
+    columns = [np.round(figures, _DIGITS).tolist() for figures in (ranking.scores, *ranking.parts.values())]
+    slots, matched = ranking.candidates.tolist(), decision.matched_tokens.tolist()
+    for slot, tokens, score, *parts in zip(slots, matched, *columns, strict=True):
+        yield {
+            "endpoint": decision.slot_addresses[slot],
+            "score": score,
+            "matched_tokens": int(tokens),
+            "parts": dict(zip(names, parts, strict=True)),
+        }
 
 
 def _by_score(candidate: dict[str, Any]) -> float:

@@ -25,7 +25,7 @@ _INVALID = "invalid_request_error"
 class _Body(msgspec.Struct):
     """The fields of a chat or text completion that routing reads. Types are loose: the engine is the judge."""
 
-    model: Any = None
+    model: msgspec.Raw = _NONE
     stream: Any = False
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
@@ -37,20 +37,20 @@ class _Body(msgspec.Struct):
     prompt_cache_key: Any = None
 
 
-class _ModelPosition(msgspec.Struct):
-    model: msgspec.Raw = _NONE
-
-
 _decode_body = msgspec.json.Decoder(_Body).decode
-_decode_model_position = msgspec.json.Decoder(_ModelPosition).decode
+_decode_text = msgspec.json.Decoder(str).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it."""
+    """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
+
+    `model_raw` is a view of the model's JSON where it stands in the body.
+    """
 
     kind: Kind
     model: str
+    model_raw: memoryview
     stream: bool
     prompt: bytes
     max_tokens: int | None
@@ -64,35 +64,36 @@ def parse_body(kind: Kind, body: bytes) -> Parsed | Refusal:
         return _refuse("the request has no body", Reason.EMPTY_BODY)
     try:
         fields = _decode_body(body)
+        model = _model(fields.model)
     except msgspec.ValidationError as error:
         return _refuse(f"the body cannot be read as a request: {error}", Reason.INVALID_JSON)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return _refuse(f"the body is not valid JSON: {error}", Reason.INVALID_JSON)
     except RecursionError:
         return _refuse("the body is nested too deeply", Reason.INVALID_JSON)
-    return _PARSERS[kind](fields)
-
-
-def _chat(fields: _Body) -> Parsed | Refusal:
-    return _parsed(Kind.CHAT, fields, "messages", bytes(fields.messages), bytes(fields.tools))
-
-
-def _completion(fields: _Body) -> Parsed | Refusal:
-    return _parsed(Kind.COMPLETION, fields, "prompt", bytes(fields.prompt), b"")
-
-
-_PARSERS: dict[Kind, Callable[[_Body], Parsed | Refusal]] = {Kind.CHAT: _chat, Kind.COMPLETION: _completion}
-
-
-def _parsed(kind: Kind, fields: _Body, param: str, prompt: bytes, tools: bytes) -> Parsed | Refusal:
-    model = fields.model
-    if not isinstance(model, str) or not model:
+    if not model:
         return _refuse("you must provide a model, as a string", Reason.INVALID_REQUEST, "model")
+    return _PARSERS[kind](fields, model)
+
+
+def _chat(fields: _Body, model: str) -> Parsed | Refusal:
+    return _parsed(Kind.CHAT, fields, model, "messages", bytes(fields.messages), bytes(fields.tools))
+
+
+def _completion(fields: _Body, model: str) -> Parsed | Refusal:
+    return _parsed(Kind.COMPLETION, fields, model, "prompt", bytes(fields.prompt), b"")
+
+
+_PARSERS: dict[Kind, Callable[[_Body, str], Parsed | Refusal]] = {Kind.CHAT: _chat, Kind.COMPLETION: _completion}
+
+
+def _parsed(kind: Kind, fields: _Body, model: str, param: str, prompt: bytes, tools: bytes) -> Parsed | Refusal:
     if not prompt:
         return _refuse(f"you must provide {param}", Reason.INVALID_REQUEST, param)
     return Parsed(
         kind=kind,
         model=model,
+        model_raw=memoryview(fields.model),
         stream=fields.stream is True,
         prompt=tools + prompt if tools else prompt,
         max_tokens=_count(fields.max_completion_tokens) or _count(fields.max_tokens),
@@ -122,10 +123,18 @@ def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: st
     )
 
 
-def model_splice(body: bytes, model: str) -> Splice:
-    """The edit that puts `model` in the place of the body's model."""
-    start, end = locate(body, memoryview(_decode_model_position(body).model))
+def model_splice(body: bytes, parsed: Parsed, model: str) -> Splice:
+    """The edit that puts `model` in the place of the model in `body`, from which `parsed` was read."""
+    start, end = locate(body, parsed.model_raw)
     return Splice(start, end, msgspec.json.encode(model))
+
+
+def _model(raw: msgspec.Raw) -> str | None:
+    """The model's name, or None for anything but a string. Raises DecodeError for broken bytes."""
+    try:
+        return _decode_text(raw) if raw else None
+    except msgspec.ValidationError:
+        return None
 
 
 def _count(value: object) -> int | None:

@@ -15,7 +15,7 @@ _CJK_LEADS = bytes(range(0xE3, 0xEE))
 _NOT_CJK_LEADS = bytes(set(range(256)) - set(_CJK_LEADS))
 _ESCAPE = b"\\u"
 _ESCAPE_BYTES = 6
-_DATA_URL = re.compile(rb'"data:[^",]{1,200};base64,[^"]*"')
+_DATA_URL = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
 """Any media type, with parameters and escaped slashes; bounded, so that no input makes it search twice."""
 
 Span = tuple[int, int]

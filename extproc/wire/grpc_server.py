@@ -44,6 +44,10 @@ def envoy_server(address: str, handlers: Mapping[tuple[str, str], Any], *, large
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_ping_strikes", 0),
+            # And we ping Envoy: one whose machine vanishes sends no goodbye, and would hold its reservations for the
+            # two hours of grpcio's default.
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
         ]
     )
     for (service, method), handler in handlers.items():

@@ -146,9 +146,14 @@ def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
 
 def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     response = ext_proc.ProcessingResponse()
-    response.CopyFrom(_route_template(phase, route.cluster, route.addresses, route.headers, route.model))
+    response.CopyFrom(_route_template(phase, route.cluster, route.headers, route.model))
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
+    destination = ",".join(route.addresses)
+    _set_header(common, DESTINATION_HEADER, destination)
+    _set_header(common, ENDPOINT_HEADER, route.addresses[0])
     _set_header(common, REQUEST_ID_HEADER, route.request_id)
+    metadata = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
+    metadata.fields[DESTINATION_HEADER].string_value = destination
     if route.splices:
         edited = apply(body, route.splices)
         common.body_mutation.body = edited
@@ -156,23 +161,18 @@ def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     return bytes(response.SerializeToString())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _route_template(
-    phase: Phase, cluster: str, addresses: tuple[str, ...], headers: tuple[tuple[str, str], ...], model: str
+    phase: Phase, cluster: str, headers: tuple[tuple[str, str], ...], model: str
 ) -> ext_proc.ProcessingResponse:
-    """Everything of a route reply that does not differ between two requests to the same place."""
+    """What two requests for one model have in common; a few per pool, and bounded all the same."""
     response = ext_proc.ProcessingResponse()
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
-    destination = ",".join(addresses)
     _set_header(common, CLUSTER_HEADER, cluster)
-    _set_header(common, DESTINATION_HEADER, destination)
-    _set_header(common, ENDPOINT_HEADER, addresses[0])
     for name, value in headers:
         _set_header(common, name, value)
     common.clear_route_cache = True
-    metadata = response.dynamic_metadata.fields
-    metadata[DESTINATION_NAMESPACE].struct_value.fields[DESTINATION_HEADER].string_value = destination
-    metadata[METADATA_NAMESPACE].struct_value.fields["model"].string_value = model
+    response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["model"].string_value = model
     return response
 
 
@@ -203,20 +203,17 @@ def _render_answer(answer: Answer, request_id: str) -> bytes:
 # -- access log
 
 
-_FLAGS = tuple(
-    field.name
-    for field in accesslog_pb2.ResponseFlags.DESCRIPTOR.fields
-    if field.message_type is None  # `unauthorized_details` is a message; the filter that fills it is not ours
-)
 _UPSTREAM_TYPES = (accesslog_pb2.UpstreamPoolReady, accesslog_pb2.UpstreamPeriodic, accesslog_pb2.UpstreamEnd)
 _FINAL_TYPES = (accesslog_pb2.DownstreamEnd, accesslog_pb2.NotSet)
-_FAILED_BEFORE_ANSWER = (
-    "upstream_connection_failure",
-    "upstream_remote_reset",
-    "upstream_connection_termination",
-    "upstream_protocol_error",
-    "upstream_request_timeout",
-    "upstream_overflow",
+_ENDPOINT_FAILED = frozenset(
+    {
+        "upstream_connection_failure",
+        "upstream_remote_reset",
+        "upstream_connection_termination",
+        "upstream_protocol_error",
+        "upstream_request_timeout",
+        "upstream_overflow",
+    }
 )
 """Flags that mean the endpoint, not the client, broke the attempt."""
 
@@ -261,10 +258,14 @@ def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
     return Attempt(_request_id(entry), _address(common), failed)
 
 
+def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:
+    """The names of the response flags that are set."""
+    return tuple([field.name for field, _ in common.response_flags.ListFields()])
+
+
 def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
-    flags = entry.common_properties.response_flags
-    for name in _FAILED_BEFORE_ANSWER:
-        if getattr(flags, name):
+    for name in _flags(entry.common_properties):
+        if name in _ENDPOINT_FAILED:
             return name
     status = entry.response.response_code.value
     return f"status_{status}" if status >= 500 else None
@@ -272,12 +273,11 @@ def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
 
 def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
     common, request, response = entry.common_properties, entry.request, entry.response
-    flags = common.response_flags if common.HasField("response_flags") else None
     return Completion(
         request_id=_request_id(entry),
         address=_address(common),
         status=response.response_code.value,
-        flags=tuple(name for name in _FLAGS if getattr(flags, name)) if flags is not None else (),
+        flags=_flags(common),
         details=response.response_code_details,
         attempts=common.upstream_request_attempt_count,
         failed=_failure(entry),

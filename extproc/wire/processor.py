@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, Protocol
 
 import grpc.aio
@@ -19,7 +20,7 @@ import structlog
 
 from extproc.flight import Flight, Flights
 from extproc.reply import Answer, Pending, Reply, refuse
-from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, accept, read, render
+from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, Received, accept, read, render
 from policies.types import Reason, Refusal
 
 log = structlog.get_logger(__name__)
@@ -51,10 +52,23 @@ class WireEvents(Protocol):
         """Bytes came that are no message of the protocol."""
 
 
+class Turn(IntEnum):
+    """Where one exchange stands."""
+
+    HEADERS = 0
+    """Nothing has come yet."""
+    BODY = 1
+    """The headers were answered, the body is awaited."""
+    ROUTED = 2
+    """Decided, and sent on."""
+    ANSWERED = 3
+    """Ended by an answer of ours; what Envoy had already under way is passed over."""
+
+
 class Exchange:
     """The messages of one HTTP request. `receive` returns what to send, in order of what came."""
 
-    __slots__ = ("_body", "_decider", "_decision_made", "_events", "_flight", "_headers", "_phase")
+    __slots__ = ("_body", "_decider", "_events", "_flight", "_headers", "_phase", "turn")
 
     def __init__(self, flight: Flight, decider: Decider, events: WireEvents) -> None:
         self._flight = flight
@@ -63,29 +77,37 @@ class Exchange:
         self._headers: Mapping[str, str] = {}
         self._phase = Phase.UNKNOWN
         self._body = b""
-        self._decision_made = False
+        self.turn = Turn.HEADERS
 
     def receive(self, raw: bytes) -> bytes | Pending | None:
-        """Take one message. None: nothing to send. Raises Malformed."""
+        """Take one message. None: nothing to send. Raises Malformed for bytes or an order that make no sense."""
         message = read(raw)
         self._events.message(message.phase)
+        if self.turn is Turn.ANSWERED:
+            return None
         if message.phase is Phase.REQUEST_HEADERS:
-            return self._on_headers(message.headers, message.body_mode, end_of_stream=message.end_of_stream)
+            return self._on_headers(message)
         if message.phase is Phase.REQUEST_BODY:
-            return self._decided(Phase.REQUEST_BODY, message.body)
+            return self._on_body(message)
         return CONTINUE.get(message.phase)
 
-    def _on_headers(self, headers: Mapping[str, str], mode: BodyMode, *, end_of_stream: bool) -> bytes | Pending:
-        self._headers = headers
-        if end_of_stream or ":path" not in headers:  # CONNECT has no path and sends no body to wait for
-            return self._decided(Phase.REQUEST_HEADERS, b"")
-        if mode not in _SERVED_MODES:
-            return self._refuse_mode(mode)
-        early = self._decider.refuse_early(self._flight, headers)
-        if early is None:
-            return accept(self._flight.request_id)
-        self._decision_made = True
-        return render(early, Phase.REQUEST_HEADERS, b"", self._flight.request_id)
+    def _on_headers(self, message: Received) -> bytes | Pending:
+        if self.turn is not Turn.HEADERS:
+            raise Malformed("request headers came twice")
+        self.turn = Turn.BODY
+        self._headers = message.headers
+        # CONNECT has no path and sends no body to wait for
+        if message.end_of_stream or ":path" not in message.headers:
+            return self._decide(Phase.REQUEST_HEADERS, b"")
+        if message.body_mode not in _SERVED_MODES:
+            return self._refuse_mode(message.body_mode)
+        early = self._decider.refuse_early(self._flight, message.headers)
+        return accept(self._flight.request_id) if early is None else self._answer(early, Phase.REQUEST_HEADERS, b"")
+
+    def _on_body(self, message: Received) -> bytes | Pending:
+        if self.turn is not Turn.BODY:
+            raise Malformed("a request body came before the headers or after the decision")
+        return self._decide(Phase.REQUEST_BODY, message.body)
 
     def _refuse_mode(self, mode: BodyMode) -> bytes:
         refusal = Refusal(
@@ -95,22 +117,24 @@ class Exchange:
             Reason.UNSUPPORTED_BODY_MODE,
         )
         self._events.refused_with(refusal.reason, refusal.status)
-        return render(refuse(refusal), Phase.REQUEST_HEADERS, b"", self._flight.request_id)
+        return self._answer(refuse(refusal), Phase.REQUEST_HEADERS, b"")
 
-    def _decided(self, phase: Phase, body: bytes) -> bytes | Pending:
-        if self._decision_made:
-            raise Malformed("a request was already decided on this stream")  # else it would take a second place
-        self._decision_made = True
+    def _decide(self, phase: Phase, body: bytes) -> bytes | Pending:
         reply = self._decider.decide(self._flight, self._headers, body)
         if isinstance(reply, Pending):
             self._phase, self._body = phase, body
             return reply
-        return render(reply, phase, body, self._flight.request_id)
+        return self._answer(reply, phase, body)
 
     def resolve(self, reply: Reply) -> bytes:
         """Encode the reply a Pending came to."""
-        body, self._body = self._body, b""
-        return render(reply, self._phase, body, self._flight.request_id)
+        return self._answer(reply, self._phase, self._body)
+
+    def _answer(self, reply: Reply, phase: Phase, body: bytes) -> bytes:
+        """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
+        self.turn = Turn.ANSWERED if isinstance(reply, Answer) else Turn.ROUTED
+        self._headers, self._body = {}, b""
+        return render(reply, phase, body, self._flight.request_id)
 
 
 class Processor:
@@ -142,7 +166,9 @@ class Processor:
             if raw is grpc.aio.EOF:
                 return
             answer = exchange.receive(raw)
+            del raw  # else this frame would keep the body for as long as the answer streams
             if isinstance(answer, Pending):
                 answer = exchange.resolve(await answer.ready)
             if answer is not None:
                 await context.write(answer)
+            del answer

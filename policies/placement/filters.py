@@ -13,7 +13,7 @@ import numpy as np
 
 from policies.lifecycle import State
 from policies.placement.view import View
-from policies.types import Floats, Mask
+from policies.types import Mask
 
 Filter: TypeAlias = Callable[[View], Mask]
 
@@ -40,30 +40,19 @@ def excluded(view: View) -> Mask:
 
 
 def context(view: View) -> Mask:
-    """Has a context window that holds the estimated prompt.
+    """Has a context window that holds the estimated prompt; an answer may be cut at its end, as vLLM does.
 
     The estimate is ours, the verdict the engine's: when no window is large enough the largest stay, and the engine
     answers with its exact count.
     """
-    window = _windows(view)
-    fits: Mask = window >= _needed_tokens(view)
+    window = view.state.context_tokens[view.slots]
+    fits: Mask = window >= view.request.input_tokens
     return fits if fits.any() else window == window.max()
 
 
 def exceeds_context(view: View) -> bool:
     """By our estimate the request fits none of the candidates' windows."""
-    return bool(_windows(view).max() < _needed_tokens(view))
-
-
-def _windows(view: View) -> Floats:
-    """Context windows in tokens; unknown ones count as endless."""
-    window = view.state.context_tokens[view.slots]
-    return np.where(window > 0, window, np.inf)
-
-
-def _needed_tokens(view: View) -> int:
-    # An answer may be cut at the window's end, as vLLM does; only the prompt must fit whole.
-    return view.request.input_tokens
+    return bool(view.state.context_tokens[view.slots].max() < view.request.input_tokens)
 
 
 FILTERS: dict[str, Filter] = {"ready": ready, "model": model, "excluded": excluded, "context": context}

@@ -40,8 +40,10 @@ def power_of_two(scores: Floats, length: int, rng: Random) -> list[int]:
 
 
 def _best(scores: Floats, rng: Random) -> int:
-    tied = np.flatnonzero(scores >= scores.max() - _TIE)
-    return int(tied[0] if len(tied) == 1 else tied[rng.randrange(len(tied))])
+    best = int(scores.argmax())
+    tied = scores >= scores[best] - _TIE
+    count = int(np.count_nonzero(tied))
+    return best if count == 1 else int(np.flatnonzero(tied)[rng.randrange(count)])
 
 
 PICKERS: dict[str, Picker] = {"max_score": max_score, "power_of_two": power_of_two}

@@ -6,7 +6,7 @@ already finds the first one's blocks in the index and its load on the endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -17,7 +17,7 @@ from policies.placement.filters import FILTERS, Filter, exceeds_context
 from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
-from policies.types import Decision, Fallback, Filtered, InferenceRequest, Reservation
+from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation
 
 _ALWAYS = ("ready", "model")
 """Filters no policy may leave out."""
@@ -58,22 +58,23 @@ class Placement:
         """Up to `length` endpoints, best first. Reads only."""
         members = self.members
         matched = self.index.match(request.block_hashes, request.block_tokens, members)
-        view = View(request, state, members, matched, state.stale(members, now_s), now_s, rng)
-        view, filtered = self._filter(view)
+        view, filtered = self._filter(View(request, state, members, matched, now_s, rng))
         if not len(view.slots):
             return Unplaceable(filtered)
         ranking = self.policy.rank(view, length)
-        first = int(np.searchsorted(view.slots, ranking.order[0]))
+        first = int(view.slots.searchsorted(ranking.order[0]))
+        addresses = state.addresses
         return Decision(
             pool=self.pool,
             policy=self.policy.name,
+            choice=_choice(view.matched_tokens, first),
             order=tuple(ranking.order),
-            addresses=tuple(str(state.addresses[slot]) for slot in ranking.order),
+            addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
             matched_tokens=view.matched_tokens,
             chosen_matched_tokens=min(int(view.matched_tokens[first]), request.input_tokens),
             ranking=ranking,
             filtered=filtered,
-            slot_addresses=state.addresses,
+            slot_addresses=addresses,
             fallbacks=_fallbacks(view),
         )
 
@@ -88,12 +89,18 @@ class Placement:
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
 
+    def failed(self, request: InferenceRequest, reservation: Reservation) -> None:
+        """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
+        self.index.discard(reservation.slot, _beyond(request, reservation.cached_tokens))
+
     def moved(
         self, request: InferenceRequest, reservation: Reservation, slot: int, state: FleetState, now_s: float
     ) -> Reservation:
-        """Another endpoint serves the request than the one chosen: move the load, and the prefix credit with it."""
+        """Another endpoint serves the request than the one chosen: load and prefix credit move there."""
+        self.failed(request, reservation)
         here = self.index.match(request.block_hashes, request.block_tokens, np.array([slot], np.intp))
-        self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
+        if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
+            self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
         uncached = max(0, request.input_tokens - int(here[0]))
         return state.move(reservation, slot, uncached_tokens=uncached)
 
@@ -111,11 +118,30 @@ class Placement:
         return view, tuple(filtered)
 
 
+def _choice(matched_tokens: Floats, first: int) -> Choice:
+    if len(matched_tokens) == 1:
+        return Choice.ONLY_CANDIDATE
+    most = matched_tokens.max()
+    if not most:
+        return Choice.LOAD
+    return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
+
+
 def _fallbacks(view: View) -> tuple[Fallback, ...]:
     """What the ranking had to do without."""
-    missing = []
-    if view.stale.any():
-        missing.append(Fallback.STALE_FIGURES)
+    missing: tuple[Fallback, ...] = ()
+    if view.any_stale:
+        missing = (Fallback.STALE_FIGURES,)
     if exceeds_context(view):
-        missing.append(Fallback.CONTEXT_ESTIMATE)
-    return tuple(missing)
+        missing += (Fallback.CONTEXT_ESTIMATE,)
+    return missing
+
+
+def _beyond(request: InferenceRequest, tokens: int) -> Sequence[int]:
+    """The blocks of a prompt that lie beyond its first `tokens`."""
+    depth = 0
+    for position, block_tokens in enumerate(request.block_tokens):
+        depth += block_tokens
+        if depth > tokens:
+            return request.block_hashes[position:]
+    return ()

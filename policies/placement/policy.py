@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import xxhash
 from policies.placement.pickers import PICKERS
 from policies.placement.scorers import AFFINITY_SCORERS, SCORERS, Windows
 from policies.placement.view import View
-from policies.types import Decision, Floats, Ranking
+from policies.types import Decision, Floats, Mask, Ranking
 
 
 class Policy(Protocol):
@@ -118,37 +119,40 @@ class ConsistentHash:
     def __init__(self, name: str = "consistent_hash", *, load_factor: float = 1.25) -> None:
         self.name = name
         self._load_factor = load_factor
-        self._members: tuple[str, ...] = ()
-        self._ring: list[tuple[int, int]] = []
 
     def rank(self, view: View, length: int) -> Ranking:
         """Walk the ring from the key; those within their bound first."""
-        load = view.state.in_flight[view.slots]
+        load = view.in_flight
         key = _key(view)
         if key is None:
-            positions = PICKERS["max_score"](-load.astype(np.float64), length, view.rng)
-            return _ranking(view, 1 / (1.0 + load), {}, positions)
-        walk = self._walk(view, key)
-        bound = math.ceil(self._load_factor * (int(load.sum()) + 1) / len(load))
-        walk.sort(key=lambda position: load[position] + 1 > bound)
+            return _ranking(view, 1 / (1 + load), {}, PICKERS["max_score"](-load, length, view.rng))
+        bound = math.ceil(self._load_factor * (load.sum() + 1) / len(load))
+        members = tuple([str(view.state.addresses[slot]) for slot in view.slots.tolist()])
+        positions = _walk(_ring(members), key, load + 1 <= bound, length)
         scores = np.zeros(len(view.slots))
-        scores[walk] = 1 - np.arange(len(walk)) / len(walk)
-        return _ranking(view, scores, {}, walk[:length])
+        scores[positions] = 1 - np.arange(len(positions)) / len(positions)
+        return _ranking(view, scores, {}, positions)
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember: the ring follows from the members."""
 
-    def _walk(self, view: View, key: int) -> list[int]:
-        """Every candidate's position once, in ring order from `key`."""
-        members = tuple(str(view.state.addresses[slot]) for slot in view.slots)
-        if members != self._members:
-            self._members, self._ring = members, _ring(members)
-        start = bisect.bisect_left(self._ring, (key, 0))
-        points = self._ring[start:] + self._ring[:start]
-        return list(dict.fromkeys(position for _, position in points))
+
+def _walk(ring: list[tuple[int, int]], key: int, has_room: Mask, length: int) -> list[int]:
+    """Up to `length` positions in ring order from `key`: those with room, then those without."""
+    start = bisect.bisect_left(ring, (key, 0))
+    passed: dict[int, None] = {}
+    found: dict[int, None] = {}
+    for step in range(len(ring)):
+        position = ring[(start + step) % len(ring)][1]
+        (found if has_room[position] else passed)[position] = None
+        if len(found) == length:
+            break
+    return [*found, *passed][:length]
 
 
+@lru_cache(maxsize=64)
 def _ring(members: tuple[str, ...]) -> list[tuple[int, int]]:
+    """A function of the members alone: remembering it changes nothing, and there are few sets at once."""
     return sorted(
         (xxhash.xxh3_64_intdigest(f"{address}#{point}".encode()), position)
         for position, address in enumerate(members)

@@ -76,6 +76,17 @@ class PrefixIndex:
                 holders[block] = holders.get(block, 0) | bit
         self._evict(slot, shelf)
 
+    def discard(self, slot: int, hashes: Sequence[int]) -> None:
+        """Take back blocks that `slot` was believed to get and did not."""
+        shelf = self._shelves.get(slot)
+        if shelf is None:
+            return
+        for block in hashes:
+            held = shelf.blocks.pop(block, None)
+            if held is not None:
+                shelf.held_tokens -= held[0]
+                self._unhold(block, slot)
+
     def set_capacity(self, slot: int, capacity_tokens: int) -> None:
         """Use the KV capacity the engine reports, in tokens; shrinking evicts at once."""
         shelf = self._shelf(slot)

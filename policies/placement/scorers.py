@@ -23,55 +23,55 @@ class Windows:
     queue_window: int = 10
     concurrency_window: int = 64
     spill_factor: float = 1.25
-    spill_slack_requests: float = 2.0
 
 
 Scorer: TypeAlias = Callable[[View, Windows], Floats]
+
+_SPILL_SLACK_REQUESTS = 2.0
+"""On top of the factor: at a mean load of one or two, a multiple of it would spill at every second request."""
 
 
 def prefix_affinity(view: View, windows: Windows) -> Floats:
     """Square of the share of the prompt that the endpoint already holds; nothing for an overloaded holder.
 
     Squared, because a short common system prompt must not pull every session to one endpoint, while a long history
-    should bind. A holder of the whole prompt may carry `spill_factor` squared times the mean load before it loses its
-    affinity, a holder of little only `spill_factor`: so new sessions spill first and running ones last.
+    should bind. A holder of the whole prompt may carry `spill_factor` squared times the mean load (and two requests)
+    before it loses its affinity; a holder of little hardly more than the mean. So new sessions spill first and
+    running ones last.
     """
+    if not view.matched_tokens.any():
+        return view.matched_tokens
     share = np.minimum(1.0, view.matched_tokens / max(1, view.request.input_tokens))
-    load = view.state.in_flight[view.slots]
-    mean = load.mean()
-    factor = 1 + (windows.spill_factor**2 - 1) * share
-    overloaded = load > factor * mean + windows.spill_slack_requests * share
-    return np.where(overloaded, 0.0, share * share)
+    load = view.in_flight
+    mean = load.sum() / len(load)
+    allowed = mean + share * ((windows.spill_factor**2 - 1) * mean + _SPILL_SLACK_REQUESTS)
+    return np.where(load > allowed, 0.0, share * share)
 
 
 def queue_depth(view: View, windows: Windows) -> Floats:
     """Empty share of the queue window: scraped waiting requests, our own in-flight where the scrape is stale."""
-    state, slots = view.state, view.slots
-    ours = state.in_flight[slots].astype(np.float64) * (windows.queue_window / windows.concurrency_window)
-    waiting = view.fresh_or(state.waiting[slots], ours)
+    waiting = view.state.waiting[view.slots]
+    if view.any_stale:
+        waiting = view.fresh_or(waiting, view.in_flight * (windows.queue_window / windows.concurrency_window))
     return 1 - np.minimum(1.0, waiting / windows.queue_window)
 
 
 def kv_usage(view: View, windows: Windows) -> Floats:  # noqa: ARG001 - one signature for every scorer
     """Free share of the KV cache: scraped, or estimated from our prompts in flight where the scrape is stale."""
-    state, slots = view.state, view.slots
-    return 1 - np.minimum(1.0, view.fresh_or(state.kv_used[slots], _our_kv_share(view)))
+    used = view.state.kv_used[view.slots]
+    if view.any_stale:
+        used = view.fresh_or(used, view.kv_claimed)
+    return 1 - np.minimum(1.0, used)
 
 
 def in_flight_tokens(view: View, windows: Windows) -> Floats:  # noqa: ARG001 - one signature for every scorer
     """Share of the KV capacity not claimed by prompts in flight."""
-    return 1 - np.minimum(1.0, _our_kv_share(view))
+    return 1 - np.minimum(1.0, view.kv_claimed)
 
 
 def least_request(view: View, windows: Windows) -> Floats:
     """Free share of the concurrency window, by our own count."""
-    return 1 - np.minimum(1.0, view.state.in_flight[view.slots] / windows.concurrency_window)
-
-
-def _our_kv_share(view: View) -> Floats:
-    state, slots = view.state, view.slots
-    capacity = state.kv_capacity_tokens[slots]
-    return state.in_flight_prompt_tokens[slots] / np.where(capacity > 0, capacity, 131_072)
+    return 1 - np.minimum(1.0, view.in_flight / windows.concurrency_window)
 
 
 SCORERS: dict[str, Scorer] = {

@@ -1,11 +1,11 @@
 """What filters, scorers and pickers look at: one request, the candidates, and the fleet at one moment.
 
-Plain data, made once per choice, read only. Arrays are aligned with `slots`.
+Made once per choice and read only. Figures that several scorers need are gathered once, when first asked for: at 16
+endpoints an array operation costs a microsecond or two whatever it does, so their number is what a decision costs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -14,30 +14,61 @@ from policies.fleet_state import FleetState
 from policies.types import Floats, InferenceRequest, Mask, Slots
 
 
-@dataclass(slots=True)
 class View:
-    """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt."""
+    """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,)."""
 
-    request: InferenceRequest
-    state: FleetState
-    slots: Slots
-    matched_tokens: Floats
-    stale: Mask
-    now_s: float
-    rng: Random
+    __slots__ = ("_in_flight", "_kv_claimed", "_stale", "matched_tokens", "now_s", "request", "rng", "slots", "state")
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        state: FleetState,
+        slots: Slots,
+        matched_tokens: Floats,
+        now_s: float,
+        rng: Random,
+    ) -> None:
+        self.request = request
+        self.state = state
+        self.slots = slots
+        self.matched_tokens = matched_tokens
+        self.now_s = now_s
+        self.rng = rng
+        self._in_flight: Floats | None = None
+        self._kv_claimed: Floats | None = None
+        self._stale: Mask | None = None
 
     def take(self, mask: Mask) -> View:
         """The same view over the candidates that `mask` keeps."""
-        return View(
-            self.request,
-            self.state,
-            self.slots[mask],
-            self.matched_tokens[mask],
-            self.stale[mask],
-            self.now_s,
-            self.rng,
-        )
+        return View(self.request, self.state, self.slots[mask], self.matched_tokens[mask], self.now_s, self.rng)
+
+    @property
+    def in_flight(self) -> Floats:
+        """Requests in flight, our own count."""
+        if self._in_flight is None:
+            self._in_flight = self.state.in_flight[self.slots].astype(np.float64)
+        return self._in_flight
+
+    @property
+    def kv_claimed(self) -> Floats:
+        """Share of the KV capacity that our prompts in flight claim; may exceed 1."""
+        if self._kv_claimed is None:
+            state, slots = self.state, self.slots
+            self._kv_claimed = state.in_flight_prompt_tokens[slots] / state.kv_capacity_tokens[slots]
+        return self._kv_claimed
+
+    @property
+    def stale(self) -> Mask:
+        """Whose scraped figures are too old to go by."""
+        if self._stale is None:
+            self._stale = self.state.stale(self.slots, self.now_s)
+        return self._stale
+
+    @property
+    def any_stale(self) -> bool:
+        """Whether any candidate's figures are."""
+        return bool(self.stale.any())
 
     def fresh_or(self, observed: Floats, ours: Floats) -> Floats:
-        """The scraped figure where it is fresh, our own accounting where it is stale. Both shape (n,)."""
+        """The scraped figure where it is fresh, our own accounting where it is stale."""
         return np.where(self.stale, ours, observed)

@@ -177,8 +177,8 @@ def test_closing_again_gives_nothing_back(house: House) -> None:
 def test_served_by_is_the_first_choice_until_told_otherwise(house: House) -> None:
     """The decision's first address, then what Envoy says."""
     flight = house.start()
-    assert flight.decision is not None
-    assert flight.served_by == flight.decision.addresses[0]
+    assert flight.reservation is not None
+    assert flight.served_by == house.state.addresses[flight.reservation.slot]
     elsewhere = other_than(flight)
     house.flights.on_attempt(Attempt(flight.request_id, elsewhere, None))
     assert flight.served_by == elsewhere

@@ -246,7 +246,7 @@ def test_a_decision_is_counted_with_its_tokens(house: House) -> None:
     first = house.ask(chat(words=2_000))
     assert isinstance(first, Route)
     [(pool, endpoint, reason, tokens, matched)] = house.events.decisions
-    assert (pool, endpoint, reason, matched) == ("chat", first.addresses[0], "routed", 0)
+    assert (pool, endpoint, reason, matched) == ("chat", first.addresses[0], "load", 0)
     second = house.ask(chat(words=2_000))
     assert isinstance(second, Route)
     assert second.addresses[0] == first.addresses[0]
@@ -647,3 +647,13 @@ def test_the_decision_log_has_the_decision(house: House) -> None:
     assert (record["asked_model"], record["model"], record["rewritten"]) == ("gpt-4o", "served", True)
     assert record["endpoints"] == list(route.addresses)
     assert record["outcome"] is None
+
+
+def test_a_length_of_thousands_of_digits_is_a_refusal_too(house: House) -> None:
+    """Nothing a client writes there may raise."""
+    found = house.pipeline.refuse_early(
+        house.flights.open(),
+        {":method": "POST", ":path": "/v1/chat/completions", "content-length": "9" * 5_000},
+    )
+    assert found is not None
+    assert found.status == 413

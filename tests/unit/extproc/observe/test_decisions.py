@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from extproc.observe import decisions
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from policies.placement.placement import Unplaceable
-from policies.types import Decision, Fallback, InferenceRequest, Kind, Ranking, Reason, Refusal
+from policies.types import Choice, Decision, Fallback, InferenceRequest, Kind, Ranking, Reason, Refusal
 
 REFUSAL = Refusal(413, "invalid_request_error", "too large", Reason.BODY_TOO_LARGE)
 
@@ -26,6 +28,7 @@ def decision() -> Decision:
     return Decision(
         pool="p",
         policy="default",
+        choice=Choice.AFFINITY,
         order=(5, 0),
         addresses=("five:1", "zero:1"),
         matched_tokens=np.array([10.0, 0.0, 64.0]),
@@ -55,6 +58,7 @@ def test_a_decision_is_explained_best_first() -> None:
     assert explain(decision()) == {
         "pool": "p",
         "policy": "default",
+        "choice": "affinity",
         "endpoints": ["five:1", "zero:1"],
         "matched_tokens": 64,
         "candidates": [
@@ -100,6 +104,41 @@ def test_the_ring_keeps_the_newest() -> None:
     assert [record["request_id"] for record in log.read(99)] == ["id-9", "id-8", "id-7"]
     assert [record["request_id"] for record in log.read(2)] == ["id-9", "id-8"]
     assert len(log._by_id) == 3
+
+
+def test_an_answer_is_bounded_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision is told, the newest with their candidates, and how many were left out of the others."""
+    monkeypatch.setattr(decisions, "_MOST_ROWS", 12)  # a decision has three candidates and two filtered endpoints
+    told = filled(9, 4).read(9)
+    assert [record["request_id"] for record in told] == ["id-3", "id-2", "id-1", "id-0"]
+    assert [record["rows_left_out"] for record in told] == [0, 0, 5, 5]
+    assert [len(record["candidates"]) for record in told] == [3, 3, 0, 0]
+    assert [record["filtered"] for record in told[1:3]] == [explain(decision())["filtered"], []]
+    assert all(record["endpoints"] == ["five:1", "zero:1"] for record in told)
+    assert told[0].keys() == told[3].keys()
+
+
+def test_a_large_fleets_answer_is_bounded() -> None:
+    """A thousand decisions over a thousand endpoints are a million rows: megabytes of text at 12 us a row."""
+    log = DecisionLog(1_000)
+    wide = replace(
+        decision(),
+        matched_tokens=np.zeros(1_024),
+        ranking=Ranking(order=[5, 0], candidates=np.arange(1_024), scores=np.zeros(1_024), parts={}),
+        slot_addresses=("one:1",) * 1_024,
+    )
+    for number in range(1_000):
+        log.add(0.0, f"id-{number}", request(), wide)
+    told = log.read(1_000)
+    assert len(told) == 1_000
+    assert 15_000 < sum(len(record["candidates"]) for record in told) <= 20_000
+
+
+def test_one_asked_for_by_its_id_is_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the size of the fleet."""
+    monkeypatch.setattr(decisions, "_MOST_ROWS", 1)
+    [record] = filled(9, 4).read(9, "id-0")
+    assert (len(record["candidates"]), record["rows_left_out"]) == (3, 0)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -46,6 +46,7 @@ def test_a_chat_body_is_read() -> None:
     assert parsed(body) == Parsed(
         kind=Kind.CHAT,
         model="m",
+        model_raw=memoryview(b'"m"'),
         stream=True,
         prompt=b'[{"role": "user"}]',
         max_tokens=7,
@@ -247,13 +248,14 @@ def test_a_session_of_the_headers_comes_before_the_bodys() -> None:
 def test_the_model_that_counts_is_the_one_that_is_edited() -> None:
     """Of two models the last is parsed, so the last is replaced and the first stays."""
     body = b'{"model":"a","messages":["a"],"model" : "a" }'
-    assert apply(body, [model_splice(body, "b")]) == b'{"model":"a","messages":["a"],"model" : "b" }'
+    assert apply(body, [model_splice(body, parsed(body), "b")]) == b'{"model":"a","messages":["a"],"model" : "b" }'
 
 
 def test_an_edit_is_escaped_as_json() -> None:
     """A name with quotes cannot break out of its string."""
-    body = b'{"model":"m"}'
-    assert json.loads(apply(body, [model_splice(body, 'a"},{"\n')])) == {"model": 'a"},{"\n'}
+    body = b'{"model":"m","messages":[]}'
+    edited = apply(body, [model_splice(body, parsed(body), 'a"},{"\n')])
+    assert json.loads(edited) == {"model": 'a"},{"\n', "messages": []}
 
 
 def test_splices_apply_in_order_of_place() -> None:
@@ -311,7 +313,7 @@ def test_replacing_the_model_changes_the_model_and_nothing_else(
     """For any object: it parses to the same but for the model, and every byte outside the model's value is the same."""
     document = {**before, "model": model, "messages": messages, **{k: v for k, v in after.items() if k not in before}}
     body = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode()
-    splice = model_splice(body, new)
+    splice = model_splice(body, parsed(body), new)
     edited = apply(body, [splice])
     assert json.loads(edited) == {**document, "model": new}
     assert json.loads(body[splice.start : splice.end]) == model

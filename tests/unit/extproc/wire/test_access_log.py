@@ -16,7 +16,7 @@ from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.placement.policy import RoundRobin
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import Decision, InferenceRequest, Kind, Ranking
+from policies.types import Choice, Decision, InferenceRequest, Kind, Ranking
 
 DOWNSTREAM_END, POOL_READY = 6, 7
 
@@ -83,7 +83,9 @@ class House:
         request = InferenceRequest(Kind.CHAT, "m", "m", 10)
         one = np.zeros(1)
         ranking = Ranking([self.slot], np.array([self.slot], np.intp), one)
-        decision = Decision("p", "t", (self.slot,), ("10.0.0.1:8000",), one, 0, ranking, (), self.state.addresses)
+        decision = Decision(
+            "p", "t", Choice.LOAD, (self.slot,), ("10.0.0.1:8000",), one, 0, ranking, (), self.state.addresses
+        )
         placement = Placement("p", RoundRobin(), PrefixIndex(100))
         flight.reserve(
             request, decision, placement, self.state.reserve(self.slot, prompt_tokens=10, uncached_tokens=10)

@@ -44,9 +44,8 @@ def view_of(state: FleetState, request_of: Callable[..., InferenceRequest]) -> C
     """A view over all four endpoints; `matched` gives their matched tokens."""
 
     def make(matched: tuple[float, ...] = (0, 0, 0, 0), now_s: float = 0.0, **fields: object) -> View:
-        slots = np.arange(4, dtype=np.intp)
         return View(
-            request_of(**fields), state, slots, np.array(matched, float), state.stale(slots, now_s), now_s, Random(1)
+            request_of(**fields), state, np.arange(4, dtype=np.intp), np.array(matched, float), now_s, Random(1)
         )
 
     return make

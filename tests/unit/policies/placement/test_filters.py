@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement import filters
@@ -33,7 +35,7 @@ def test_excluded_addresses_are_left_out(view_of: Views) -> None:
 
 def test_a_prompt_goes_where_its_context_fits(state: FleetState, view_of: Views) -> None:
     """Windows smaller than the prompt are out; an unknown window counts as large enough."""
-    state.context_tokens[:4] = [500, 2_000, 999, 0]
+    state.context_tokens[:4] = [500, 2_000, 999, np.inf]
     assert filters.context(view_of()).tolist() == [False, True, False, True]
 
 

@@ -13,7 +13,7 @@ from policies.lifecycle import State
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import ConsistentHash, RoundRobin, Weighted, WeightedSpec, bounded_weights
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import Decision, InferenceRequest
+from policies.types import Choice, Decision, InferenceRequest
 
 Requests = Callable[..., InferenceRequest]
 _BLOCKS = {"block_hashes": [1, 2, 3], "block_tokens": [300, 300, 300]}
@@ -151,3 +151,62 @@ def test_moving_a_request_moves_its_credit(state: FleetState, request_of: Reques
     moved = placement.moved(request, reservation, decision.order[1], state, 0.0)
     assert moved.slot == decision.order[1]
     assert _place(placement, request_of(**_BLOCKS), state, Random(9)).chosen_matched_tokens == 900
+
+
+def test_credit_leaves_the_endpoint_that_failed(state: FleetState, request_of: Requests) -> None:
+    """It never saw the prompt, so the next turn must not be drawn to it; what it held before stays."""
+    placement = _placement(Weighted(_DEFAULT))
+    held = request_of(block_hashes=[1], block_tokens=[300], input_tokens=300)
+    first = _place(placement, held, state, Random(1)).order[0]
+    state.in_flight[:4] = 0
+    request = request_of(**_BLOCKS)
+    decision = placement.choose(request, state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    assert decision.order[0] == first
+    reservation = placement.commit(decision, request, state, 0.0)
+    assert placement.index.held_tokens(first) == 900
+    placement.moved(request, reservation, decision.order[1], state, 0.0)
+    assert placement.index.held_tokens(first) == 300
+    assert placement.index.held_tokens(decision.order[1]) == 900
+
+
+def test_a_stranger_to_the_pool_gets_no_credit(state: FleetState, request_of: Requests) -> None:
+    """An endpoint that left while it took over a request: nobody would ever take the credit back."""
+    placement = _placement(Weighted(_DEFAULT))
+    request = request_of(**_BLOCKS)
+    decision = placement.choose(request, state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    reservation = placement.commit(decision, request, state, 0.0)
+    left = decision.order[1]
+    placement.set_members(set(range(4)) - {left})
+    placement.moved(request, reservation, left, state, 0.0)
+    assert placement.index.held_tokens(left) == 0
+
+
+@pytest.mark.parametrize(
+    ("matched", "loads", "choice"),
+    [
+        ((), (0, 0, 0, 0), Choice.LOAD),
+        ((0,), (0, 0, 0, 0), Choice.AFFINITY),
+        ((0,), (40, 0, 0, 0), Choice.SPILLED),
+    ],
+)
+def test_a_decision_says_what_told_for_it(
+    state: FleetState, request_of: Requests, matched: tuple[int, ...], loads: tuple[int, ...], choice: Choice
+) -> None:
+    """Nobody holds the prompt; the holder is chosen; the holder is passed over for its load."""
+    placement = _placement(Weighted(_DEFAULT))
+    for slot in matched:
+        placement.index.insert(slot, _BLOCKS["block_hashes"], _BLOCKS["block_tokens"], 0.0)
+    state.in_flight[:4] = loads
+    decision = placement.choose(request_of(**_BLOCKS), state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    assert decision.choice is choice
+
+
+def test_the_only_candidate_needs_no_other_reason(state: FleetState, request_of: Requests) -> None:
+    """Three of four are draining."""
+    state.state[1:4] = State.DRAINING
+    decision = _placement(Weighted(_DEFAULT)).choose(request_of(**_BLOCKS), state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    assert decision.choice is Choice.ONLY_CANDIDATE
