@@ -7,7 +7,6 @@ are summed, KV usage is averaged.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -70,6 +69,8 @@ def parse_metrics(page: bytes) -> EngineFigures:
     )
 
 
+_LARGEST_FIGURE = 1e18
+"""Above any count an engine can reach, and far from where a sum of a page's lines would be infinite."""
 _LARGEST_CAPACITY_TOKENS = 1 << 40
 """A trillion tokens of KV cache: what claims more is not believed."""
 
@@ -88,12 +89,12 @@ def _capacity_tokens(labels: bytes) -> int:
 
 
 def _number(text: bytes) -> float | None:
-    """A count or share, or None: one NaN would make every score NaN."""
+    """A count or share, or None: one NaN or infinity would make every score NaN."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 <= number < math.inf else None
+    return number if 0 <= number <= _LARGEST_FIGURE else None
 
 
 def _sum(values: list[float] | None) -> float | None:

@@ -1,13 +1,17 @@
 """The operator's HTTP API, and the metrics page on its own port. Loopback unless told otherwise.
 
-Reads what the system knows and may drain an endpoint; it never waits for a request's decision or holds one up longer
-than it takes to format an answer.
+Reads what the system knows and may drain an endpoint. What takes long for a large fleet (decisions, refusals, the
+metrics page, and putting anything into JSON) is done in one thread beside the decision loop, one answer after the
+other, so that many who ask do not together take the interpreter from the loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -20,9 +24,15 @@ _MOST_DECISIONS = 1_000
 _LONGEST_NUMBER = 9
 _LARGEST_BODY_BYTES = 64 * 1024 * 1024
 
+_Result = TypeVar("_Result")
+_P = ParamSpec("_P")
+
 
 class Operations(Protocol):
-    """What the admin API may ask of the running system."""
+    """What the admin API may ask of the running system.
+
+    `decisions`, `refusals` and `metrics_page` are called in another thread than the decision loop's, all else in it.
+    """
 
     def ready(self) -> tuple[bool, str]:
         """Whether requests can be served, and why not."""
@@ -56,6 +66,7 @@ class AdminServer:
         self._operations = operations
         self._addresses = (admin, metrics)
         self._runners: list[web.AppRunner] = []
+        self._thread = ThreadPoolExecutor(1, "admin")
 
     async def start(self) -> None:
         """Listen on both. Raises OSError if an address is taken."""
@@ -74,6 +85,13 @@ class AdminServer:
         """Stop listening."""
         for runner in self._runners:
             await runner.cleanup()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _beside(self, work: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **kwargs))
+
+    async def _told(self, document: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - as `_json`
+        return await self._beside(_json, document, status)
 
     def _metrics_app(self) -> web.Application:
         app = web.Application()
@@ -93,29 +111,30 @@ class AdminServer:
         return app
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._operations.metrics_page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        page = await self._beside(self._operations.metrics_page)
+        return web.Response(body=page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _ready(self, _request: web.Request) -> web.Response:
         ready, why = self._operations.ready()
         return _json({"ready": ready, "reason": why}, 200 if ready else 503)
 
     async def _fleet(self, _request: web.Request) -> web.Response:
-        return _json({"endpoints": self._operations.describe_fleet()})
+        return await self._told({"endpoints": self._operations.describe_fleet()})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        found = self._operations.decisions(_limit(request), request.query.get("request_id"))
-        return _json({"decisions": found})
+        limit, request_id = _limit(request), request.query.get("request_id")
+        return await self._told({"decisions": await self._beside(self._operations.decisions, limit, request_id)})
 
     async def _refusals(self, request: web.Request) -> web.Response:
-        return _json({"refusals": self._operations.refusals(_limit(request))})
+        return await self._told({"refusals": await self._beside(self._operations.refusals, _limit(request))})
 
     async def _explain(self, request: web.Request) -> web.Response:
         """POST the body a client would send; `?path=` names the API, chat completions unless told."""
         path = request.query.get("path", "/v1/chat/completions")
-        return _json(self._operations.explain(path, await request.read()))
+        return await self._told(self._operations.explain(path, await request.read()))
 
     async def _config(self, _request: web.Request) -> web.Response:
-        return _json(self._operations.config())
+        return await self._told(self._operations.config())
 
     async def _drain(self, request: web.Request) -> web.Response:
         endpoint, verb = request.match_info["endpoint"], request.match_info["verb"]

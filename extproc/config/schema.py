@@ -172,6 +172,12 @@ class Probe(Model):
     timeout_ms: Positive = 2_000
     failed_probes: Positive = 3
     failed_requests: Positive = 3
+    cooldown_ms: int = Field(
+        5_000,
+        ge=0,
+        le=60_000,
+        description="failed requests keep an endpoint out for this, doubled with each fall in a row",
+    )
 
 
 class Limits(Model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 import watchfiles
@@ -19,6 +19,10 @@ import yaml
 from extproc.config.schema import Pool, check_address
 
 log = structlog.get_logger(__name__)
+
+_Parsed = TypeVar("_Parsed")
+_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The same language ten times as fast, where PyYAML was built with libyaml."""
 
 
 class DiscoveryEvents(Protocol):
@@ -37,8 +41,8 @@ def parse_endpoints(text: str | None) -> list[str]:
     if text is None:
         raise BadEndpoints("cannot be read")
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = yaml.load(text, _YamlLoader)  # noqa: S506 - either is the safe one
+    except (yaml.YAMLError, RecursionError) as error:
         raise BadEndpoints(f"not YAML or JSON: {error}") from error
     if isinstance(document, dict):
         document = document.get("endpoints")
@@ -84,19 +88,24 @@ class Discovery:
         file = pool.endpoints.file
         if file is None:
             raise AssertionError("only file sources are followed")
-        await follow_file(file, lambda text: self._read(pool.name, file, text))
+        await follow_parsed(file, _endpoints_or_why_not, lambda found: self._read(pool.name, file, found))
 
-    def _read(self, pool: str, file: Path, text: str | None) -> None:
-        try:
-            addresses = parse_endpoints(text)
-        except BadEndpoints as error:
+    def _read(self, pool: str, file: Path, found: list[str] | BadEndpoints) -> None:
+        if isinstance(found, BadEndpoints):
             log.warning(
-                "endpoints file ignored, keeping the last good list", pool=pool, file=str(file), error=str(error)
+                "endpoints file ignored, keeping the last good list", pool=pool, file=str(file), error=str(found)
             )
             self._events.discovered(pool, ok=False)
             return
         self._events.discovered(pool, ok=True)
-        self._report(pool, addresses)
+        self._report(pool, found)
+
+
+def _endpoints_or_why_not(text: str | None) -> list[str] | BadEndpoints:
+    try:
+        return parse_endpoints(text)
+    except BadEndpoints as error:
+        return error
 
 
 _RETRY_S = 1.0
@@ -105,24 +114,39 @@ _RETRY_S = 1.0
 
 async def follow_file(file: Path, on_text: Callable[[str | None], None]) -> None:
     """Call `on_text` with the file's text now and whenever it has changed; None when it cannot be read."""
+    await follow_parsed(file, lambda text: text, on_text)
+
+
+async def follow_parsed(
+    file: Path, parse: Callable[[str | None], _Parsed], on_parsed: Callable[[_Parsed], None]
+) -> None:
+    """Call `on_parsed` with what `parse` makes of the file's text, now and whenever the text has changed.
+
+    `parse` runs in the thread that reads the file, since a large file takes long; it gets None for one that cannot be
+    read. What it raises is logged, and that change is missed.
+    """
     seen: list[str | None] = []  # nothing yet, or the text last reported
     while True:
-        await _report_change(file, seen, on_text)
         try:
+            await _report_change(file, seen, parse, on_parsed)
             async for _ in watchfiles.awatch(file.parent, recursive=False, debounce=50, step=20, yield_on_timeout=True):
-                await _report_change(file, seen, on_text)
+                await _report_change(file, seen, parse, on_parsed)
         except (OSError, RuntimeError) as error:  # watchfiles' way to say that the folder is not there
             log.debug("cannot watch", folder=str(file.parent), error=str(error))
-            await asyncio.sleep(_RETRY_S)
+        except Exception:
+            log.exception("cannot follow", file=str(file))  # and tries again: nobody else would notice the end
+        await asyncio.sleep(_RETRY_S)
 
 
-async def _report_change(file: Path, seen: list[str | None], on_text: Callable[[str | None], None]) -> None:
+async def _report_change(
+    file: Path, seen: list[str | None], parse: Callable[[str | None], _Parsed], on_parsed: Callable[[_Parsed], None]
+) -> None:
     text = await asyncio.to_thread(_text, file)
     if seen == [text]:
         return
     seen[:] = [text]
     try:
-        on_text(text)
+        on_parsed(await asyncio.to_thread(parse, text))
     except Exception:
         log.exception("change not taken over", file=str(file))  # the next change must still be seen
 
@@ -130,5 +154,5 @@ async def _report_change(file: Path, seen: list[str | None], on_text: Callable[[
 def _text(file: Path) -> str | None:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # ValueError: bytes that are no text, a name that no file can have
         return None

@@ -8,7 +8,9 @@ scrape at once: a restarted engine must not wait out somebody's back-off.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+import errno
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import aiohttp
@@ -24,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 _MAX_PAGE_BYTES = 4 * 1024 * 1024
 """Far above any engine's page (vLLM's is about 59 KB): what is larger is not one."""
+_LONGEST_SPREAD_S = 1.0
+"""Endpoints found together begin within this: 256 pages at the same moment would hold up decisions."""
 
 
 class WatchEvents(Protocol):
@@ -57,8 +61,12 @@ class Watchers:
         wanted = set(addresses)
         for address in set(self._watchers) - wanted:
             self._watchers.pop(address).cancel()
-        for address in wanted - set(self._watchers):
-            self._watchers[address] = _Watcher(address, self._fleet, self._events, self._config, self._client())
+        new = wanted - set(self._watchers)
+        spread_s = min(self._config.scrape.interval_ms / 1000, _LONGEST_SPREAD_S)
+        for position, address in enumerate(new):
+            watcher = _Watcher(address, self._fleet, self._events, self._config, self._client())
+            watcher.start(spread_s * position / len(new))
+            self._watchers[address] = watcher
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -88,39 +96,50 @@ class _Watcher:
         self._client = client
         self._scrape_now = asyncio.Event()
         self._answered = False
+        self._failed_scrapes = 0
+        self.tasks: tuple[asyncio.Task[None], ...] = ()
+
+    def start(self, delay_s: float) -> None:
         self.tasks = (
-            asyncio.create_task(self._probe_loop(), name=f"probe {address}"),
-            asyncio.create_task(self._scrape_loop(), name=f"scrape {address}"),
+            asyncio.create_task(self._loop(delay_s, self._probe_turn), name=f"probe {self._address}"),
+            asyncio.create_task(self._loop(delay_s, self._scrape_turn), name=f"scrape {self._address}"),
         )
 
     def cancel(self) -> None:
         for task in self.tasks:
             task.cancel()
 
+    async def _loop(self, delay_s: float, turn: Callable[[], Awaitable[None]]) -> None:
+        """Turns, each with the pause after it, until cancelled."""
+        await asyncio.sleep(delay_s)
+        while True:
+            try:
+                await turn()
+            except Exception:
+                # A loop that ended would leave the endpoint in its last state for ever.
+                log.exception("watching failed", endpoint=self._address)
+                await asyncio.sleep(_LONGEST_SPREAD_S)
+
     # -- model list
 
-    async def _probe_loop(self) -> None:
-        while True:
-            ok = await self._probe()
-            self._events.probed(ok=ok)
-            if ok and not self._answered:
-                self._scrape_now.set()
-            self._answered = ok
-            await asyncio.sleep(self.config.probe.interval_ms / 1000)
+    async def _probe_turn(self) -> None:
+        ok = await self._probe()
+        self._events.probed(ok=ok)
+        if ok and not self._answered:
+            self._scrape_now.set()
+        self._answered = ok
+        await asyncio.sleep(self.config.probe.interval_ms / 1000)
 
     async def _probe(self) -> bool:
         try:
             page = await self._get(MODELS_PATH, self.config.probe.timeout_ms)
             self._fleet.listed_models(self._address, parse_models(page))
-        except aiohttp.ClientConnectorError:
-            self._fleet.observe(self._address, Evidence.PROBE_REFUSED)
-            return False
         except (aiohttp.ClientError, NotAListing, TimeoutError, OSError, ValueError) as error:
             log.debug("probe failed", endpoint=self._address, error=repr(error))
-            self._fleet.observe(self._address, Evidence.PROBE_FAILED)
+            self._fleet.observe(self._address, _evidence(error))
             return False
         except Exception:
-            # A page that trips us must not end the loop: the endpoint would keep its last state for ever.
+            # A page that trips us counts against it, or the endpoint would keep its last state for ever.
             log.exception("probe failed", endpoint=self._address)
             self._fleet.observe(self._address, Evidence.PROBE_FAILED)
             return False
@@ -128,17 +147,14 @@ class _Watcher:
 
     # -- metrics
 
-    async def _scrape_loop(self) -> None:
-        failures = 0
-        while True:
-            ok = await self._scrape()
-            self._events.scraped(ok=ok)
-            failures = 0 if ok else failures + 1
-            self._scrape_now.clear()
-            try:
-                await asyncio.wait_for(self._scrape_now.wait(), self._pause_s(failures))
-            except TimeoutError:
-                continue
+    async def _scrape_turn(self) -> None:
+        # Before the scrape, not after it: a wake-up that comes while it hangs is for the next one.
+        self._scrape_now.clear()
+        ok = await self._scrape()
+        self._events.scraped(ok=ok)
+        self._failed_scrapes = 0 if ok else self._failed_scrapes + 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._scrape_now.wait(), self._pause_s(self._failed_scrapes))
 
     def _pause_s(self, failures: int) -> float:
         scrape = self.config.scrape
@@ -167,3 +183,9 @@ class _Watcher:
             if len(page) > _MAX_PAGE_BYTES:
                 raise ValueError(f"{path} is larger than {_MAX_PAGE_BYTES} bytes")
             return page
+
+
+def _evidence(error: Exception) -> Evidence:
+    """Only the endpoint's host can refuse; no descriptors left or no route are faults on our side of the wire."""
+    refused = isinstance(error, aiohttp.ClientConnectorError) and error.errno == errno.ECONNREFUSED
+    return Evidence.PROBE_REFUSED if refused else Evidence.PROBE_FAILED

@@ -19,8 +19,8 @@ from policies.types import Decision, Filtered, InferenceRequest, Refusal
 
 _LONGEST_PATH = 200
 _DIGITS = 6
-_MOST_ROWS = 20_000
-"""Candidates and filtered endpoints told in one answer: four decisions of the largest fleet, some megabytes of JSON."""
+_MOST_ROWS = 5_000
+"""Candidates and filtered endpoints told in one answer. JSON of more holds the interpreter for tens of milliseconds."""
 
 
 @dataclass(slots=True)

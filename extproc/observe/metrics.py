@@ -2,13 +2,16 @@
 
 Children of labelled metrics are looked up once and kept; figures that already live in FleetState and Flights are read
 when Prometheus asks, at no cost to requests. Label values are bounded: pools and endpoints by the config's limits,
-reasons by an enum.
+reasons by an enum; the series of a pool or an endpoint that is gone go too.
+
+Events are counted on the decision loop alone. The page may be made in another thread: Prometheus' own classes lock,
+and ours reads FleetState by its tuple of addresses, which is replaced and never changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,6 +26,10 @@ _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 40, 80
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
+_Family = TypeVar("_Family", Counter, Histogram)
+_Child = tuple[Counter | Histogram, tuple[str, ...]]
+"""What names a series: its family and the values of its labels."""
+
 disable_created_metrics()  # type: ignore[no-untyped-call] # else a second series stands beside every counter
 
 
@@ -31,6 +38,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._label_names: dict[Counter | Histogram, tuple[str, ...]] = {}
+        self._children: dict[_Child, Counter | Histogram] = {}
+        self._children_of: dict[tuple[str, str], set[_Child]] = {}  # by ("pool", name) and ("endpoint", address)
         self._requests()
         self._wire()
         self._fleet()
@@ -73,13 +83,17 @@ class Metrics:
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pointsman_{name}", text, labels, registry=self.registry)
+        family = Counter(f"pointsman_{name}", text, labels, registry=self.registry)
+        self._label_names[family] = labels
+        return family
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"pointsman_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
-        return Histogram(f"pointsman_{name}", text, labels, buckets=tuple(buckets), registry=self.registry)
+        family = Histogram(f"pointsman_{name}", text, labels, buckets=tuple(buckets), registry=self.registry)
+        self._label_names[family] = labels
+        return family
 
     def observe_state(
         self, state: FleetState, streams: Callable[[], dict[str, float]], now: Callable[[], float]
@@ -91,78 +105,90 @@ class Metrics:
         """The text page."""
         return generate_latest(self.registry)
 
+    # -- children
+
+    def _child(self, family: _Family, *labels: str) -> _Family:
+        """The series of these label values. prometheus_client's own look-up checks and locks each time."""
+        child = self._children.get((family, labels))
+        if child is None:
+            child = self._children[family, labels] = family.labels(*labels)
+            for owner in self._owners((family, labels)):
+                self._children_of.setdefault(owner, set()).add((family, labels))
+        return cast("_Family", child)
+
+    def _owners(self, child: _Child) -> list[tuple[str, str]]:
+        family, labels = child
+        names = self._label_names[family]
+        return [(name, value) for name, value in zip(names, labels, strict=True) if name in {"pool", "endpoint"}]
+
+    def _drop(self, label: str, value: str) -> None:
+        """Drop every series of one pool or endpoint."""
+        for child in self._children_of.pop((label, value), set()):
+            family, labels = child
+            family.remove(*labels)
+            del self._children[child]
+            for owner in self._owners(child):
+                self._children_of.get(owner, set()).discard(child)
+
     # -- requests
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
         """One request was routed."""
-        self._decision_child(pool, endpoint, reason).inc()
-        self._pool_child(self._prompt_tokens, pool).inc(prompt_tokens)
+        self._child(self._decisions, pool, endpoint, reason).inc()
+        self._child(self._prompt_tokens, pool).inc(prompt_tokens)
         if matched_tokens:
-            self._pool_child(self._matched_tokens, pool).inc(matched_tokens)
+            self._child(self._matched_tokens, pool).inc(matched_tokens)
 
-    @cache  # noqa: B019 - one Metrics lives as long as the process; bounded by pools x endpoints
-    def _decision_child(self, pool: str, endpoint: str, reason: str) -> Counter:
-        return self._decisions.labels(pool, endpoint, reason)
-
-    @cache  # noqa: B019 - same
-    def _pool_child(self, counter: Counter, pool: str) -> Counter:
-        return counter.labels(pool)
-
-    @cache  # noqa: B019 - same
     def stage(self, name: str) -> Histogram:
         """The histogram of one step's seconds; hold on to it."""
-        return self._stages.labels(name)
+        return self._child(self._stages, name)
 
     def refused_with(self, reason: str, status: int) -> None:
         """We answered with an error."""
-        self._refusals.labels(reason, str(status)).inc()
+        self._child(self._refusals, reason, str(status)).inc()
 
     def answered(self, what: str) -> None:
         """We answered without an engine."""
-        self._answers.labels(what).inc()
+        self._child(self._answers, what).inc()
 
     def fell_back(self, reason: str) -> None:
         """A decision rested on less than it should."""
-        self._fallbacks.labels(reason).inc()
+        self._child(self._fallbacks, reason).inc()
 
     def moved(self, pool: str) -> None:
         """Another endpoint serves than the one chosen."""
-        self._moved.labels(pool).inc()
+        self._child(self._moved, pool).inc()
 
     def attempt_failed(self, endpoint: str, why: str) -> None:
         """An endpoint failed a request."""
-        self._attempts_failed.labels(endpoint, why).inc()
+        self._child(self._attempts_failed, endpoint, why).inc()
 
     def completed(self, pool: str, outcome: str, ttft_s: float | None, duration_s: float | None) -> None:
         """A request's access-log entry came."""
-        self._completions.labels(pool, outcome).inc()
+        self._child(self._completions, pool, outcome).inc()
         if ttft_s is not None:
-            self._ttft.labels(pool).observe(ttft_s)
+            self._child(self._ttft, pool).observe(ttft_s)
         if duration_s is not None:
-            self._duration.labels(pool).observe(duration_s)
+            self._child(self._duration, pool).observe(duration_s)
 
     def used_tokens(self, pool: str, kind: str, tokens: int | None) -> None:
         """Tokens of one kind, as the engine's usage says."""
         if tokens:
-            self._tokens.labels(pool, kind).inc(tokens)
+            self._child(self._tokens, pool, kind).inc(tokens)
 
     # -- wire
 
     def message(self, phase: Phase) -> None:
         """One ext_proc message came."""
-        self._message_child(phase).inc()
-
-    @cache  # noqa: B019 - one Metrics lives as long as the process; seven phases
-    def _message_child(self, phase: Phase) -> Counter:
-        return self._messages.labels(phase.name.lower())
+        self._child(self._messages, phase.name.lower()).inc()
 
     def malformed(self, service: str) -> None:
         """Bytes came that are no message of the protocol."""
-        self._malformed.labels(service).inc()
+        self._child(self._malformed, service).inc()
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""
-        self._entries.labels(kind, result).inc()
+        self._child(self._entries, kind, result).inc()
 
     def entry_missing(self) -> None:
         """An access-log entry did not come in time."""
@@ -170,7 +196,7 @@ class Metrics:
 
     def answered_by_envoy(self, status: int) -> None:
         """Envoy answered a request itself."""
-        self._envoy_answers.labels(str(status)).inc()
+        self._child(self._envoy_answers, str(status)).inc()
 
     def no_known_address(self) -> None:
         """Envoy knew none of the picked addresses."""
@@ -178,7 +204,7 @@ class Metrics:
 
     def xds(self, event: str, type_name: str) -> None:
         """One xDS message was pushed, acknowledged or rejected."""
-        self._xds.labels(event, type_name).inc()
+        self._child(self._xds, event, type_name).inc()
 
     def xds_sessions(self, count: int) -> None:
         """How many Envoys are connected."""
@@ -186,7 +212,7 @@ class Metrics:
 
     def reloaded(self, *, ok: bool) -> None:
         """A changed config was read."""
-        self._reloads.labels("ok" if ok else "rejected").inc()
+        self._child(self._reloads, "ok" if ok else "rejected").inc()
 
     def generation_in_force(self, generation: int) -> None:
         """Which generation is in force now."""
@@ -196,34 +222,35 @@ class Metrics:
 
     def endpoint_changed(self, address: str, before: State, after: State) -> None:  # noqa: ARG002 - FleetEvents
         """An endpoint entered another state."""
-        self._transitions.labels(address, after.name.lower()).inc()
+        self._child(self._transitions, address, after.name.lower()).inc()
 
     def endpoint_gone(self, address: str) -> None:
         """Drop the endpoint's series, or every address a fleet ever had would stay."""
-        for family in (self._decisions, self._attempts_failed, self._transitions, self._restarts):
-            for labels in [key for key in family._metrics if address in key]:  # noqa: SLF001 - no public way to list
-                family.remove(*labels)
-        self._decision_child.cache_clear()
+        self._drop("endpoint", address)
+
+    def pool_gone(self, pool: str) -> None:
+        """Drop the series of a pool that the config no longer has."""
+        self._drop("pool", pool)
 
     def endpoint_restarted(self, address: str) -> None:
         """An engine restarted."""
-        self._restarts.labels(address).inc()
+        self._child(self._restarts, address).inc()
 
     def endpoint_refused(self, pool: str) -> None:
         """An endpoint was not taken."""
-        self._refused_endpoints.labels(pool).inc()
+        self._child(self._refused_endpoints, pool).inc()
 
     def scraped(self, *, ok: bool) -> None:
         """A scrape was tried."""
-        self._scrapes.labels(_result(ok=ok)).inc()
+        self._child(self._scrapes, _result(ok=ok)).inc()
 
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
-        self._probes.labels(_result(ok=ok)).inc()
+        self._child(self._probes, _result(ok=ok)).inc()
 
     def discovered(self, pool: str, *, ok: bool) -> None:
         """A discovery source was read."""
-        self._discoveries.labels(pool, _result(ok=ok)).inc()
+        self._child(self._discoveries, pool, _result(ok=ok)).inc()
 
 
 def _result(*, ok: bool) -> str:
@@ -251,7 +278,7 @@ class _StateCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
-        slots = [(slot, str(self._state.addresses[slot])) for slot in self._state]
+        slots = [(slot, address) for slot, address in enumerate(self._state.addresses) if address is not None]
         for name, column, text in _ENDPOINT_GAUGES:
             figures = getattr(self._state, column)
             yield _gauge(name, text, ("endpoint",), [((address,), float(figures[slot])) for slot, address in slots])

@@ -169,14 +169,20 @@ def test_an_answer_of_any_kind_is_evidence_of_life(status: int) -> None:
     assert house.state.state[house.state.slot_of(FIRST)] == State.READY
 
 
-def test_a_client_that_left_is_no_evidence() -> None:
-    """Neither for the endpoint nor against it."""
+@pytest.mark.parametrize("flag", ["downstream_remote_reset", "downstream_connection_termination"])
+@pytest.mark.parametrize("failed", [None, "upstream_remote_reset", "status_503"])
+def test_a_client_that_left_is_no_evidence(flag: str, failed: str | None) -> None:
+    """Neither for the endpoint nor against it, whatever became of its connection afterwards."""
     house = House()
-    flight = house.start()
-    house.flights.on_completion(completion(flight.request_id, FIRST, status=0, flags=("downstream_remote_reset",)))
-    assert house.value("completions_total", pool="p", outcome="client_gone") == 1
+    for _ in range(5):
+        flight = house.start()
+        entry = completion(flight.request_id, FIRST, status=0, flags=(flag,), failed=failed)
+        house.flights.on_completion(entry)
+        flight.close()
+    assert house.value("completions_total", pool="p", outcome="client_gone") == 5
     assert house.errors(FIRST) == 0
-    assert house.value("attempts_failed_total", endpoint=FIRST, why="") is None
+    assert house.value("attempts_failed_total", endpoint=FIRST, why=str(failed)) is None
+    assert house.state.state[house.state.slot_of(FIRST)] == State.READY
 
 
 def test_a_failure_at_an_unknown_address_makes_no_series() -> None:
@@ -205,3 +211,14 @@ def test_an_entry_that_never_came_is_counted_and_told() -> None:
     assert house.value("access_log_missing_total") == 1
     assert house.outcome(first) == {"outcome": "no access-log entry"}
     assert house.outcome(second) is None
+
+
+def test_the_last_requests_of_a_removed_pool_do_not_bring_its_series_back() -> None:
+    """They are counted for no pool."""
+    house = House()
+    flight = house.start()
+    house.fleet.configure(Generation(2, parse(CONFIG.replace("name: p", "name: q"))))
+    house.metrics.pool_gone("p")
+    house.flights.on_completion(completion(flight.request_id, SECOND))
+    assert house.value("completions_total", pool="p", outcome="ok") is None
+    assert house.value("completions_total", pool="", outcome="ok") == 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
+from policies.lifecycle import LONGEST_COOLDOWN_S, Evidence, Lifecycle, State, Thresholds
 
 STARTING, READY, DRAINING, UNHEALTHY, STOPPED = State
-THRESHOLDS = Thresholds(failed_probes=3, failed_requests=2)
+THRESHOLDS = Thresholds(failed_probes=3, failed_requests=2, cooldown_s=5.0)
 
 
 def in_state(state: State) -> Lifecycle:
@@ -85,7 +87,7 @@ def test_failed_requests_in_a_row_take_an_endpoint_out() -> None:
     lifecycle.observe(Evidence.FAILED, 2.0)
     lifecycle.observe(Evidence.PROBE_OK, 2.0)
     assert lifecycle.observe(Evidence.FAILED, 3.0)
-    assert (lifecycle.state, lifecycle.reason) == (UNHEALTHY, "2 requests failed in a row")
+    assert (lifecycle.state, lifecycle.reason) == (UNHEALTHY, "2 requests failed in a row, out for 5 s")
 
 
 def test_a_served_request_starts_the_count_of_failed_ones_anew() -> None:
@@ -111,10 +113,119 @@ def test_failures_from_before_the_return_do_not_count_after_it() -> None:
     lifecycle = in_state(READY)
     for _ in range(7):
         lifecycle.observe(Evidence.FAILED, 2.0)
-    lifecycle.observe(Evidence.PROBE_OK, 3.0)
+    lifecycle.observe(Evidence.PROBE_OK, 7.0)
     assert lifecycle.state is READY
-    assert not lifecycle.observe(Evidence.FAILED, 4.0)
-    assert lifecycle.observe(Evidence.FAILED, 5.0)
+    assert not lifecycle.observe(Evidence.FAILED, 8.0)
+    assert lifecycle.observe(Evidence.FAILED, 9.0)
+
+
+# -- the rest after failed requests
+
+
+def fall(lifecycle: Lifecycle, now_s: float) -> None:
+    """Requests fail until a ready endpoint is out."""
+    assert lifecycle.state is READY
+    for _ in range(THRESHOLDS.failed_requests):
+        lifecycle.observe(Evidence.FAILED, now_s)
+    assert lifecycle.state is UNHEALTHY
+
+
+def back_after_s(lifecycle: Lifecycle, now_s: float) -> float:
+    """How long good probes, ten a second, take to bring it back."""
+    for tenth in range(10_000):
+        if lifecycle.observe(Evidence.PROBE_OK, now_s + tenth / 10):
+            return tenth / 10
+    raise AssertionError("never back")
+
+
+def test_an_endpoint_that_fails_requests_rests_though_its_probes_are_good() -> None:
+    """A model list says nothing of generation; without the rest it would be back within half a second."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    assert not lifecycle.observe(Evidence.PROBE_OK, 14.9)
+    assert lifecycle.observe(Evidence.PROBE_OK, 15.0)
+    assert lifecycle.state is READY
+
+
+def test_each_fall_in_a_row_doubles_the_rest_to_a_bound() -> None:
+    """A broken engine gets less and less to fail; the hundredth fall is no worse than the fifth."""
+    lifecycle, now_s, rests = in_state(READY), 10.0, []
+    for _ in range(100):
+        fall(lifecycle, now_s)
+        rests.append(back_after_s(lifecycle, now_s))
+        now_s += rests[-1]
+    assert rests == [5, 10, 20, 40, *[60] * 96]
+
+
+def test_a_request_served_after_the_return_ends_the_row_of_falls() -> None:
+    """It is healed: the next rest is the short one."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    lifecycle.observe(Evidence.PROBE_OK, 15.0)
+    lifecycle.observe(Evidence.SERVED, 16.0)
+    fall(lifecycle, 20.0)
+    assert back_after_s(lifecycle, 20.0) == 5
+
+
+def test_a_request_served_while_out_does_not() -> None:
+    """It was begun before the fall."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    lifecycle.observe(Evidence.SERVED, 11.0)
+    lifecycle.observe(Evidence.PROBE_OK, 15.0)
+    fall(lifecycle, 20.0)
+    assert back_after_s(lifecycle, 20.0) == 10
+
+
+def test_failures_while_out_do_not_prolong_the_rest() -> None:
+    """Requests begun before the fall fail later; the rest counts from the fall."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    for _ in range(9):
+        lifecycle.observe(Evidence.FAILED, 14.0)
+    assert lifecycle.observe(Evidence.PROBE_OK, 15.0)
+
+
+@pytest.mark.parametrize("evidence", [Evidence.PROBE_REFUSED, Evidence.RESTARTED])
+def test_a_restart_ends_the_rest(evidence: Evidence) -> None:
+    """Another process answers there: it is back with its first good probe, not seconds later."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    lifecycle.observe(evidence, 10.5)
+    assert lifecycle.observe(Evidence.PROBE_OK, 10.6)
+    assert lifecycle.state is READY
+
+
+@pytest.mark.parametrize("probes", [[Evidence.PROBE_REFUSED], [Evidence.PROBE_FAILED] * 3], ids=["refused", "failed"])
+def test_an_endpoint_taken_out_by_its_probes_is_back_with_the_first_good_one(probes: list[Evidence]) -> None:
+    """Also after falls: what took it out is what brings it back."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    lifecycle.observe(Evidence.PROBE_OK, 15.0)
+    for evidence in probes:
+        lifecycle.observe(evidence, 16.0)
+    assert lifecycle.state is UNHEALTHY
+    assert lifecycle.observe(Evidence.PROBE_OK, 16.1)
+
+
+@pytest.mark.parametrize("pair", [(Evidence.DRAIN, Evidence.UNDRAIN), (Evidence.REMOVED, Evidence.LISTED)])
+def test_an_endpoint_taken_in_anew_does_not_rest(pair: tuple[Evidence, Evidence]) -> None:
+    """The operator or the discovery source says so; its row of falls is over too."""
+    lifecycle = in_state(READY)
+    fall(lifecycle, 10.0)
+    for evidence in (*pair, Evidence.PROBE_OK):
+        lifecycle.observe(evidence, 10.1)
+    assert lifecycle.state is READY
+    fall(lifecycle, 20.0)
+    assert back_after_s(lifecycle, 20.0) == 5
+
+
+def test_no_cooldown_is_no_rest() -> None:
+    """Configured to 0, the first good probe brings it back."""
+    lifecycle = in_state(READY)
+    lifecycle.thresholds = Thresholds(3, 2, 0.0)
+    fall(lifecycle, 10.0)
+    assert lifecycle.observe(Evidence.PROBE_OK, 10.0)
 
 
 def test_refused_connections_are_felt_at_once_and_say_why() -> None:
@@ -169,3 +280,38 @@ def test_a_ready_endpoint_has_failed_less_often_than_allowed(evidence: list[Evid
         if lifecycle.state is READY:
             assert lifecycle.failed_probes < THRESHOLDS.failed_probes
             assert lifecycle.failed_requests < THRESHOLDS.failed_requests
+
+
+HEALTH = (
+    Evidence.PROBE_OK,
+    Evidence.PROBE_REFUSED,
+    Evidence.PROBE_FAILED,
+    Evidence.SERVED,
+    Evidence.FAILED,
+    Evidence.RESTARTED,
+)
+
+
+@settings(deadline=None)
+@given(
+    history=st.lists(st.tuples(st.sampled_from(HEALTH), st.floats(0, 30)), max_size=80),
+    cooldown_s=st.floats(0, LONGEST_COOLDOWN_S),
+)
+def test_in_no_history_is_a_rest_cut_short_or_drawn_out(
+    history: list[tuple[Evidence, float]], cooldown_s: float
+) -> None:
+    """After failed requests: out for the cool-down at least unless it restarted, for the longest one at most."""
+    lifecycle = Lifecycle(Thresholds(3, 2, cooldown_s))
+    now_s, fell_at_s, restarted = 0.0, -math.inf, False
+    for seen, pause_s in history:
+        now_s += pause_s
+        before = lifecycle.state
+        changed = lifecycle.observe(seen, now_s)
+        if changed and lifecycle.state is UNHEALTHY:
+            fell_at_s, restarted = (now_s if seen is Evidence.FAILED else -math.inf), False
+        restarted |= seen in {Evidence.PROBE_REFUSED, Evidence.RESTARTED}
+        if changed and lifecycle.state is READY:
+            assert restarted or now_s >= fell_at_s + cooldown_s
+        if before is UNHEALTHY and seen is Evidence.PROBE_OK and not changed:
+            assert not restarted
+            assert now_s < fell_at_s + LONGEST_COOLDOWN_S

@@ -152,3 +152,9 @@ def test_no_value_reaches_the_scorers_that_is_no_count(name: str, value: object)
     assert figures.waiting is not None
     assert 0 <= figures.running < float("inf")
     assert 0 <= figures.waiting < float("inf")
+
+
+def test_figures_too_large_to_be_summed_are_not_believed() -> None:
+    """Each line is finite; the sum of two would not be."""
+    figures = parse_metrics(LINES + b"vllm:num_requests_running 1.7e308\n" * 2)
+    assert figures.running == parse_metrics(LINES).running

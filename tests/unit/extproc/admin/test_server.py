@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from extproc.admin.server import AdminServer
@@ -20,6 +22,10 @@ class Operations:
     def __init__(self) -> None:
         self.is_ready = (True, "")
         self.asked: list[tuple[Any, ...]] = []
+        self.in_loop: dict[str, bool] = {}
+
+    def _note_thread(self, what: str) -> None:
+        self.in_loop[what] = threading.current_thread() is threading.main_thread()
 
     def ready(self) -> tuple[bool, str]:
         """As set."""
@@ -27,20 +33,24 @@ class Operations:
 
     def describe_fleet(self) -> list[dict[str, Any]]:
         """One endpoint."""
+        self._note_thread("fleet")
         return [{"endpoint": ADDRESS, "state": "ready"}]
 
     def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
         """One decision."""
+        self._note_thread("decisions")
         self.asked.append(("decisions", limit, request_id))
         return [{"request_id": "r"}]
 
     def refusals(self, limit: int) -> list[dict[str, Any]]:
         """One refusal."""
+        self._note_thread("refusals")
         self.asked.append(("refusals", limit))
         return [{"reason": "empty_body"}]
 
     def explain(self, path: str, body: bytes) -> dict[str, Any]:
         """One explanation."""
+        self._note_thread("explain")
         self.asked.append(("explain", path, body))
         return {"pool": "p"}
 
@@ -55,6 +65,7 @@ class Operations:
 
     def metrics_page(self) -> bytes:
         """A page."""
+        self._note_thread("metrics")
         return b"pointsman_up 1\n"
 
 
@@ -219,6 +230,37 @@ async def test_metrics_have_their_own_port_and_nothing_else_there(house: House) 
     assert content_type.startswith("text/plain; version=")
     assert (await house.page("/v1/fleet"))[0] == 404
     assert (await house.page("/livez"))[0] == 404
+
+
+async def test_what_takes_long_is_done_beside_the_decision_loop(house: House) -> None:
+    """Reading what never changes; but what changes with every decision is read in the loop."""
+    for path in ("fleet", "decisions", "refusals"):
+        await house.ask("GET", f"/v1/{path}")
+    await house.ask("POST", "/v1/explain", b"{}")
+    await house.page("/metrics")
+    assert house.operations.in_loop == {
+        "fleet": True,
+        "decisions": False,
+        "refusals": False,
+        "explain": True,
+        "metrics": False,
+    }
+
+
+async def test_json_is_made_beside_the_decision_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer about a large fleet is megabytes."""
+    in_loop: list[bool] = []
+    encode = msgspec.json.encode
+
+    def noting(document: object) -> bytes:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(document)
+
+    monkeypatch.setattr(msgspec.json, "encode", noting)
+    for path in ("fleet", "decisions", "refusals", "config"):
+        await house.ask("GET", f"/v1/{path}")
+    await house.ask("POST", "/v1/explain", b"{}")
+    assert in_loop == [False] * 5
 
 
 async def test_a_taken_port_is_an_error_at_the_start(house: House) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import watchfiles
 from extproc.config.loading import parse
 from extproc.config.schema import Pool
 from extproc.fleet import discovery
-from extproc.fleet.discovery import BadEndpoints, Discovery, follow_file, parse_endpoints
+from extproc.fleet.discovery import BadEndpoints, Discovery, follow_file, follow_parsed, parse_endpoints
 
 HANG_S = 60
 
@@ -53,6 +54,8 @@ def test_an_empty_list_is_a_list() -> None:
         (None, "cannot be read"),
         ("", "expected a list"),
         ("{", "not YAML or JSON"),
+        ("[" * 100_000, "not YAML or JSON"),
+        ("- " * 100_000, "not YAML or JSON"),
         ("10.0.0.1:80", "expected a list"),
         ("{hosts: [10.0.0.1:80]}", "expected a list"),
         ("{endpoints: 10.0.0.1:80}", "expected a list"),
@@ -208,6 +211,64 @@ async def test_a_listener_that_fails_misses_one_change_only(tmp_path: Path) -> N
     assert await asyncio.wait_for(texts.get(), HANG_S) == "two"
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_file_is_parsed_in_another_thread(tmp_path: Path) -> None:
+    """A large one takes longer than decisions can wait; what comes of it is told in the loop's own."""
+    (tmp_path / "endpoints.yaml").write_text("one")
+    told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+
+    def parse(text: str | None) -> tuple[str, bool]:
+        return f"parsed {text}", threading.current_thread() is threading.main_thread()
+
+    def take(parsed: tuple[str, bool]) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        told.put_nowait(parsed)
+
+    task = asyncio.create_task(follow_parsed(tmp_path / "endpoints.yaml", parse, take))
+    assert await asyncio.wait_for(told.get(), HANG_S) == ("parsed one", False)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_parser_that_fails_misses_one_change_only(tmp_path: Path) -> None:
+    """As a listener that fails."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("0")
+    told: asyncio.Queue[float] = asyncio.Queue()
+    asked: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def parse(text: str | None) -> float:
+        loop.call_soon_threadsafe(asked.put_nowait, None)
+        return 1 / int(text or 1)
+
+    task = asyncio.create_task(follow_parsed(file, parse, told.put_nowait))
+    await asyncio.wait_for(asked.get(), HANG_S)
+    put(file, "2")
+    assert await asyncio.wait_for(told.get(), HANG_S) == 0.5
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_no_fault_of_watching_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that nobody thought of either: the file is read again."""
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("one")
+    watched: asyncio.Queue[None] = asyncio.Queue()
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        watched.put_nowait(None)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watchfiles, "awatch", broken)
+        async with following(file) as follower:
+            assert await follower.next() == "one"
+            for _ in range(2):
+                await asyncio.wait_for(watched.get(), HANG_S)
+            put(file, "two")
+            assert await follower.next() == "two"
 
 
 # -- pools

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -17,7 +19,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.watchers import Watchers
 from extproc.observe.metrics import Metrics
 from policies.fleet_state import FleetState
-from policies.lifecycle import State
+from policies.lifecycle import Evidence, State
 
 HANG_S = 60
 LISTING = '{"object":"list","data":[{"id":"m","max_model_len":4096}]}'
@@ -38,6 +40,9 @@ class Engine:
         self.listing: tuple[int, str] = (200, LISTING)
         self.page: tuple[int, str] = (200, PAGE)
         self.asked: list[str] = []
+        self.pages_go = asyncio.Event()
+        self.pages_go.set()
+        self.page_asked = asyncio.Event()
 
     async def start(self) -> str:
         """Listen; returns the address."""
@@ -58,7 +63,10 @@ class Engine:
         return self._answer("models", *self.listing)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return self._answer("metrics", *self.page)
+        answer = self._answer("metrics", *self.page)
+        self.page_asked.set()
+        await self.pages_go.wait()
+        return answer
 
     def _answer(self, what: str, status: int, text: str) -> web.Response:
         self.asked.append(what)
@@ -161,6 +169,26 @@ async def test_an_engine_that_is_gone_is_out_at_once(house: House) -> None:
     await house.until("scrape", ok=False)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENETUNREACH, errno.EADDRNOTAVAIL])
+async def test_a_connection_that_fails_on_our_side_is_not_a_refusal(
+    house: House, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No descriptors, no route: aiohttp has one exception for all. It takes a row of them, as with any failed probe."""
+    await house.until("probe", ok=True)
+    key = aiohttp.client_reqrep.ConnectionKey("10.0.0.1", 80, False, True, None, None, None)
+    seen: list[Evidence] = []
+
+    async def unable(*_args: object, **_kwargs: object) -> bytes:
+        raise aiohttp.ClientConnectorError(key, OSError(number, "on our side"))
+
+    [watcher] = house.watchers._watchers.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(house.fleet, "observe", lambda _address, evidence: seen.append(evidence))
+        patch.setattr(watcher, "_get", unable)
+        await house.until("probe", ok=False)
+    assert set(seen) == {Evidence.PROBE_FAILED}
+
+
 @pytest.mark.parametrize("page", [(500, PAGE), (200, "<html>"), (200, "")], ids=["500", "HTML", "empty"])
 async def test_a_bad_metrics_page_leaves_the_last_figures_and_the_state(house: House, page: tuple[int, str]) -> None:
     """They grow stale; the endpoint stays ready."""
@@ -200,6 +228,25 @@ async def test_a_fault_of_ours_ends_neither_loop(house: House, monkeypatch: pyte
     await house.until("scrape", ok=True)
 
 
+async def test_not_even_a_fault_in_counting_ends_a_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong outside of reading and judging a page is logged, and the next turn is taken."""
+    monkeypatch.setattr(module, "_LONGEST_SPREAD_S", 0.0)
+    faults: asyncio.Queue[str] = asyncio.Queue()
+
+    def broken(*, ok: bool) -> None:
+        faults.put_nowait(f"counting {ok}")
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house, "probed", broken)
+        patch.setattr(house, "scraped", broken)
+        async with asyncio.timeout(HANG_S):
+            for _ in range(4):
+                await faults.get()
+    await house.until("probe", ok=True)
+    await house.until("scrape", ok=True)
+
+
 async def test_an_engine_that_answers_again_is_scraped_at_once() -> None:
     """Its scrape must not wait out a back-off of hours."""
     house = House()
@@ -212,6 +259,39 @@ async def test_an_engine_that_answers_again_is_scraped_at_once() -> None:
     assert await asyncio.wait_for(house.turns["scrape"].get(), HANG_S) is True
     await house.watchers.close()
     await house.engine.stop()
+
+
+async def test_an_engine_that_answers_again_while_a_scrape_hangs_is_scraped_after_it() -> None:
+    """The hanging one asked the engine from before; the wake-up is for the next."""
+    house = House()
+    house.watchers.configure(config(interval_ms=3_600_000, backoff_max_ms=3_600_000))
+    house.engine.page = (500, "")
+    house.engine.pages_go.clear()
+    await house.watch()
+    async with asyncio.timeout(HANG_S):
+        await house.engine.page_asked.wait()
+        await house.until("probe", ok=True)  # begun after the scrape: the wake-up came while it hung
+        house.engine.page = (200, PAGE)
+        house.engine.pages_go.set()
+        assert await house.turns["scrape"].get() is False
+        assert await house.turns["scrape"].get() is True
+    await house.watchers.close()
+    await house.engine.stop()
+
+
+async def test_endpoints_found_together_do_not_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spread over an interval; a single new one waits for nobody, nor anyone for longer than a second."""
+    house, delays = House(), []
+    monkeypatch.setattr(module._Watcher, "start", lambda _self, delay_s: delays.append(delay_s))
+    house.watchers.configure(config(interval_ms=200))
+    house.watchers.watch(f"10.0.0.{n}:80" for n in range(4))
+    assert delays == pytest.approx([0, 0.05, 0.1, 0.15])
+    house.watchers.watch(f"10.0.0.{n}:80" for n in range(5))
+    assert delays[4:] == [0]
+    house.watchers.configure(config(interval_ms=3_600_000))
+    house.watchers.watch(f"10.0.0.{n}:80" for n in range(9))
+    assert delays[5:] == pytest.approx([0, 0.25, 0.5, 0.75])
+    await house.watchers.close()
 
 
 async def test_only_what_is_listed_is_watched(house: House) -> None:

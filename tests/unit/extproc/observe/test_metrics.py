@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.observe.metrics import Metrics
@@ -88,6 +89,89 @@ def test_an_endpoint_that_returns_is_counted_from_one(house: House) -> None:
     assert house.value("attempts_failed_total", endpoint=A, why="status_503") == 1
 
 
+def count_pool(house: House, pool: str) -> None:
+    """One of each event that names a pool."""
+    house.metrics.decided(pool, A, "routed", 1, 1)
+    house.metrics.moved(pool)
+    house.metrics.completed(pool, "ok", 0.1, 0.2)
+    house.metrics.used_tokens(pool, "prompt", 1)
+    house.metrics.endpoint_refused(pool)
+    house.metrics.discovered(pool, ok=True)
+
+
+def test_a_pools_series_go_with_it(house: House) -> None:
+    """All of them, and no other's: a pool may be called as an outcome or a kind is."""
+    for pool in ("ok", "p"):
+        count_pool(house, pool)
+    house.metrics.scraped(ok=True)
+    house.metrics.pool_gone("ok")
+    pools = {
+        sample.labels["pool"]
+        for family in text_string_to_metric_families(house.metrics.page().decode())
+        for sample in family.samples
+        if "pool" in sample.labels
+    }
+    assert pools == {"p"}
+    assert house.value("completions_total", pool="p", outcome="ok") == 1
+    assert house.value("scrapes_total", result="ok") == 1
+    assert house.value("decisions_total", pool="p", endpoint=A, reason="routed") == 1
+
+
+def test_a_pool_that_returns_is_counted_from_one(house: House) -> None:
+    """Nothing is counted on a series that was dropped."""
+    count_pool(house, "p")
+    house.metrics.pool_gone("p")
+    count_pool(house, "p")
+    assert house.value("completions_total", pool="p", outcome="ok") == 1
+    assert house.value("prefix_matched_tokens_total", pool="p") == 1
+
+
+def test_nothing_is_kept_of_endpoints_and_pools_that_are_gone(house: House) -> None:
+    """However many come and go, in whichever order."""
+    count_everything(house, A)
+    count_pool(house, "p")
+    kept = len(house.metrics._children), {owner: len(c) for owner, c in house.metrics._children_of.items()}
+    for number in range(20):
+        address, pool = f"10.1.0.{number}:80", f"pool-{number}"
+        house.metrics.decided("p", address, "routed", 1, 1)
+        house.metrics.decided(pool, address, "routed", 1, 1)
+        house.metrics.decided(pool, A, "routed", 1, 1)
+        count_everything(house, address)
+        count_pool(house, pool)
+        for gone in (house.metrics.endpoint_gone, house.metrics.pool_gone)[:: 1 if number % 2 else -1]:
+            gone(address if gone == house.metrics.endpoint_gone else pool)
+    assert (len(house.metrics._children), {o: len(c) for o, c in house.metrics._children_of.items()}) == kept
+
+
+def test_a_series_is_looked_up_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """prometheus_client's look-up checks, converts and locks each time; no event of a request may pay for that."""
+    looked_up: list[tuple[str, ...]] = []
+    look_up = MetricWrapperBase.labels
+
+    def noting(family: MetricWrapperBase, *labels: str) -> MetricWrapperBase:
+        looked_up.append(labels)
+        return look_up(family, *labels)
+
+    monkeypatch.setattr(MetricWrapperBase, "labels", noting)
+    for _ in range(3):
+        count_everything(house, A)
+        count_pool(house, "p")
+        report_everything(house.metrics)
+    assert len(looked_up) == len(house.metrics._children)
+
+
+def test_a_page_can_be_made_while_the_fleet_changes(house: House) -> None:
+    """In another thread: here an endpoint comes and one goes between any two figures."""
+    [collector] = [c for c in house.metrics.registry._collector_to_names if not isinstance(c, MetricWrapperBase)]
+    for number, _family in enumerate(collector.collect()):
+        house.state.add(f"10.2.0.{number}:80")
+        slot = house.state.slot_of(B)
+        if slot is not None:
+            house.state.remove(slot)
+    assert house.naming(B) == set()
+    assert "10.2.0.1:80" in house.metrics.page().decode()
+
+
 def test_an_endpoint_nobody_counted_can_go(house: House) -> None:
     """It was listed and unlisted without a request."""
     house.metrics.endpoint_gone("10.9.9.9:1")
@@ -160,9 +244,8 @@ def test_a_finished_request_fills_the_histograms(house: House) -> None:
     assert house.value("request_seconds_sum", pool="p") == 4.0
 
 
-def test_every_event_has_its_name(house: House) -> None:
-    """What each of the parts reports, under the names the docs give."""
-    metrics = house.metrics
+def report_everything(metrics: Metrics) -> None:
+    """One of each event that names neither an endpoint nor, but for a few, a pool."""
     metrics.refused_with("body_too_large", 413)
     metrics.answered("models")
     metrics.fell_back("stale_figures")
@@ -185,6 +268,11 @@ def test_every_event_has_its_name(house: House) -> None:
     metrics.probed(ok=False)
     metrics.discovered("p", ok=True)
     metrics.stage("parse").observe(1e-4)
+
+
+def test_every_event_has_its_name(house: House) -> None:
+    """What each of the parts reports, under the names the docs give."""
+    report_everything(house.metrics)
     assert house.value("refusals_total", reason="body_too_large", status="413") == 1
     assert house.value("answers_total", what="models") == 1
     assert house.value("fallbacks_total", reason="stale_figures") == 1
