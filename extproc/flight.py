@@ -114,6 +114,7 @@ class Flight:
         "served_by",
         "settled",
         "stage",
+        "subset",
     )
 
     def __init__(self, flights: Flights, opened_at_s: float) -> None:
@@ -130,6 +131,7 @@ class Flight:
         self.reservation: Reservation | None = None
         self.served_by: str | None = None
         self.charged: tuple[str, ...] = ()
+        self.subset: tuple[str, ...] | None = None
 
     def reserve(
         self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation
@@ -147,6 +149,10 @@ class Flight:
         self.served_by = decision.addresses[0]
         self.stage = Stage.RESERVED
         self._flights.track(self)
+
+    def served(self, address: str) -> None:
+        """The gateway says who answers the request, while it does."""
+        self._flights.served(self, address)
 
     def close(self) -> None:
         """The stream ended. Safe to call again."""
@@ -244,6 +250,11 @@ class Flights:
         elif attempt.address is not None and not flight.settled:
             self._move(flight, attempt.address)
         return True
+
+    def served(self, flight: Flight, address: str) -> None:
+        """Take a gateway's word for who serves a request."""
+        if flight.stage is Stage.RESERVED:
+            self._move(flight, address)
 
     def _move(self, flight: Flight, address: str) -> None:
         """Book the request on the endpoint that really serves it."""

@@ -84,6 +84,11 @@ class Pipeline:
 
     # -- live requests
 
+    @property
+    def largest_body_bytes(self) -> int:
+        """No more of a body is held than this."""
+        return self.generation.config.limits.request_body_bytes
+
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:
         """The refusal of a request whose headers alone condemn it, so that its body need not be sent; else None."""
         refusal = self._judge_headers(self.generation, headers)
@@ -119,6 +124,7 @@ class Pipeline:
         if isinstance(found, Refusal):
             return found
         target, request, splices = found
+        request.subset = flight.subset
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
         return self._place(flight, target, request, splices, parsed_at)
@@ -168,7 +174,13 @@ class Pipeline:
         self._note(flight, request, decision)
         self._commit_s(perf_counter() - chosen_at)
         return Route(
-            target.pool.cluster_name, decision.addresses, flight.request_id, request.model, target.headers, splices
+            target.pool.cluster_name,
+            decision.addresses,
+            flight.request_id,
+            request.model,
+            target.headers,
+            splices,
+            target.list_for_all,
         )
 
     def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:

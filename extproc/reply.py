@@ -7,7 +7,7 @@ knows protobuf, HTTP framing or Envoy's modes.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import msgspec
@@ -25,6 +25,7 @@ class Route:
     """Send the request to `cluster`, to the first of `addresses` that Envoy can reach.
 
     `headers` are set on the request to the engine. `splices` edit the body. `request_id` joins the access log to us.
+    `list_for_all`: the operator says that every caller understands a list of addresses.
     """
 
     cluster: str
@@ -33,6 +34,11 @@ class Route:
     model: str
     headers: Headers = ()
     splices: tuple[Splice, ...] = ()
+    list_for_all: bool = False
+
+    def for_one_address_callers(self) -> Route:
+        """The route for callers of whom only some understand a list: the first address alone, unless told otherwise."""
+        return self if self.list_for_all else replace(self, addresses=self.addresses[:1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,8 @@ class InferenceRequest:
 
     `prompt` is the raw JSON of `tools`, then `messages` or `prompt`, never re-serialised. `model` is the name the
     engines serve; `asked_model` the name the client sent (an alias, perhaps). `block_hashes[i]` names the prompt up
-    to the end of block i; `block_tokens[i]` is the estimate for that block alone.
+    to the end of block i; `block_tokens[i]` is the estimate for that block alone. `subset`: the only addresses
+    allowed, as `IP:port` or `IP`; None allows all.
     """
 
     kind: Kind
@@ -102,6 +103,7 @@ class InferenceRequest:
     session_key: str | None = None
     cache_salt: str | None = None
     excluded: frozenset[str] = frozenset()
+    subset: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ class Target:
     model: str
     rates: TokenRates
     list_length: int
+    list_for_all: bool
     headers: tuple[tuple[str, str], ...]
 
 
@@ -52,7 +53,7 @@ class Generation:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
         length = 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
-        return Target(pool, model, rates, length, self._retry_headers())
+        return Target(pool, model, rates, length, wire.endpoint_list == "list", self._retry_headers())
 
     def _retry_headers(self) -> tuple[tuple[str, str], ...]:
         """Retries as request headers: the same in our own Envoy, and in one whose routes are not ours."""

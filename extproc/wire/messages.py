@@ -7,7 +7,7 @@ control plane. Replies that never vary are serialised once at import.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,9 @@ from extproc.request.splice import apply
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 DESTINATION_NAMESPACE = "envoy.lb"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 CLUSTER_HEADER = "x-pointsman-cluster"
 ENDPOINT_HEADER = "x-pointsman-endpoint"
 REQUEST_ID_HEADER = "x-pointsman-request-id"
@@ -70,13 +73,20 @@ _PHASES = {
 
 @dataclass(slots=True)
 class Received:
-    """One message from Envoy. `headers` for REQUEST_HEADERS, `body` for REQUEST_BODY, else empty."""
+    """One message from a gateway; what its phase does not carry is empty.
+
+    With REQUEST_HEADERS: `subset`, the addresses the endpoint must be one of; `wants_response`, the caller would send
+    us the response's body too. With response phases: `served`, who answered.
+    """
 
     phase: Phase
-    headers: Mapping[str, str]
-    body: bytes
-    end_of_stream: bool
-    body_mode: BodyMode
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    end_of_stream: bool = False
+    body_mode: BodyMode = BodyMode.UNSTATED
+    subset: tuple[str, ...] | None = None
+    served: str | None = None
+    wants_response: bool = False
 
 
 class Malformed(Exception):
@@ -96,11 +106,18 @@ def read(raw: bytes) -> Received:
     if phase is Phase.REQUEST_HEADERS:
         sent = message.request_headers
         headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
-        return Received(phase, headers, b"", sent.end_of_stream, _body_mode(message))
+        wants_response = message.protocol_config.response_body_mode != BodyMode.NONE
+        mode, subset = _body_mode(message), _subset(message)
+        return Received(phase, headers, b"", sent.end_of_stream, mode, subset, wants_response=wants_response)
     if phase is Phase.REQUEST_BODY:
         part = message.request_body
-        return Received(phase, {}, part.body, part.end_of_stream, BodyMode.UNSTATED)
-    return Received(phase, {}, b"", False, BodyMode.UNSTATED)
+        return Received(phase, body=part.body, end_of_stream=part.end_of_stream)
+    if phase is Phase.RESPONSE_HEADERS:
+        return Received(phase, served=_served(message))
+    if phase is Phase.RESPONSE_BODY:
+        part = message.response_body
+        return Received(phase, body=part.body, end_of_stream=part.end_of_stream)
+    return Received(phase)
 
 
 def _body_mode(message: ext_proc.ProcessingRequest) -> BodyMode:
@@ -109,9 +126,28 @@ def _body_mode(message: ext_proc.ProcessingRequest) -> BodyMode:
     return _BODY_MODES.get(message.protocol_config.request_body_mode, BodyMode.UNKNOWN)
 
 
-def _empty_reply(field: str) -> bytes:
+def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:
+    """The endpoint-picker protocol's subset hint: a list of addresses, or one string of them with commas."""
+    namespaces = message.metadata_context.filter_metadata
+    if SUBSET_NAMESPACE not in namespaces or SUBSET_KEY not in namespaces[SUBSET_NAMESPACE].fields:
+        return None
+    hint = namespaces[SUBSET_NAMESPACE].fields[SUBSET_KEY]
+    texts = [hint.string_value] if hint.HasField("string_value") else [v.string_value for v in hint.list_value.values]
+    return tuple(address for text in texts for part in text.split(",") if (address := part.strip()))
+
+
+def _served(message: ext_proc.ProcessingRequest) -> str | None:
+    """Who answered, where the gateway tells: the endpoint-picker protocol's feedback."""
+    namespaces = message.metadata_context.filter_metadata
+    if DESTINATION_NAMESPACE not in namespaces:
+        return None
+    fields = namespaces[DESTINATION_NAMESPACE].fields
+    return fields[SERVED_KEY].string_value or None if SERVED_KEY in fields else None
+
+
+def _empty_reply(name: str) -> bytes:
     response = ext_proc.ProcessingResponse()
-    getattr(response, field).SetInParent()
+    getattr(response, name).SetInParent()
     return bytes(response.SerializeToString())
 
 
@@ -119,22 +155,59 @@ CONTINUE: dict[Phase, bytes] = {phase: _empty_reply(name) for name, phase in _PH
 """Per phase the reply that changes nothing."""
 
 
-def _accept_template() -> tuple[bytes, bytes]:
-    """What stands before and after the request id in the reply to request headers. Ids are all of one length."""
+def _accept_template(*, keep_response: bool) -> tuple[bytes, bytes]:
+    """What stands before and after the request id in the reply to request headers. Ids are all of one length.
+
+    `keep_response`: ask the gateway not to send us the response. Buffered, it would reach the client only when whole.
+    """
     placeholder = "0" * 2 * REQUEST_ID_BYTES
     response = ext_proc.ProcessingResponse()
     response.request_headers.SetInParent()
+    if keep_response:
+        mode = response.mode_override
+        mode.request_body_mode = mode.BUFFERED
+        mode.response_header_mode = mode.SKIP
+        mode.response_body_mode = mode.NONE
+        mode.response_trailer_mode = mode.SEND
     response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields["request_id"].string_value = placeholder
     before, _, after = bytes(response.SerializeToString()).partition(placeholder.encode())
     return before, after
 
 
-_ACCEPT_BEFORE, _ACCEPT_AFTER = _accept_template()
+_ACCEPT = {keep: _accept_template(keep_response=keep) for keep in (False, True)}
 
 
-def accept(request_id: str) -> bytes:
-    """The reply to request headers: go on, and remember `request_id` for the access log."""
-    return _ACCEPT_BEFORE + request_id.encode() + _ACCEPT_AFTER
+def accept(request_id: str, *, keep_response: bool) -> bytes:
+    """The reply to request headers: go on, remember `request_id` for the access log, perhaps keep the response."""
+    before, after = _ACCEPT[keep_response]
+    return before + request_id.encode() + after
+
+
+MOST_CHUNK_BYTES = 60_000
+"""Of a body sent back in pieces: below the 64 KB at which Envoy's side stream starts to wait for itself."""
+
+
+def echo_request(body: bytes, *, end_of_stream: bool) -> list[bytes]:
+    """A request body back to a gateway that streams it, in pieces; an empty one counts if it ends the stream."""
+    starts = range(0, len(body), MOST_CHUNK_BYTES) or (range(1) if end_of_stream else ())
+    last = len(body) - MOST_CHUNK_BYTES
+    return [
+        _streamed("request_body", body[start : start + MOST_CHUNK_BYTES], end_of_stream and start >= last)
+        for start in starts
+    ]
+
+
+def echo_response(body: bytes, *, end_of_stream: bool) -> bytes:
+    """One piece of a response body, as it came."""
+    return _streamed("response_body", body, end_of_stream)
+
+
+def _streamed(name: str, body: bytes, end_of_stream: bool) -> bytes:  # noqa: FBT001 - as in the message
+    response = ext_proc.ProcessingResponse()
+    piece = getattr(response, name).response.body_mutation.streamed_response
+    piece.body = body
+    piece.end_of_stream = end_of_stream
+    return bytes(response.SerializeToString())
 
 
 def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
@@ -148,17 +221,39 @@ def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     response = ext_proc.ProcessingResponse()
     response.CopyFrom(_route_template(phase, route.cluster, route.headers, route.model))
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
-    destination = ",".join(route.addresses)
-    _set_header(common, DESTINATION_HEADER, destination)
-    _set_header(common, ENDPOINT_HEADER, route.addresses[0])
-    _set_header(common, REQUEST_ID_HEADER, route.request_id)
-    metadata = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
-    metadata.fields[DESTINATION_HEADER].string_value = destination
-    if route.splices:
+    _set_destination(response, common, route.addresses, route.request_id)
+    if route.splices and phase is Phase.REQUEST_BODY:
         edited = apply(body, route.splices)
         common.body_mutation.body = edited
         _set_header(common, "content-length", str(len(edited)))
     return bytes(response.SerializeToString())
+
+
+def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> list[bytes]:
+    """A route for a gateway that waits with the headers until the body is decided, and takes the body back in pieces.
+
+    Only the answer to the request headers counts there, so the route stands in it. Gateways drop the content-length of
+    such bodies themselves.
+    """
+    response = ext_proc.ProcessingResponse()
+    response.CopyFrom(_route_template(Phase.REQUEST_HEADERS, route.cluster, route.headers, route.model))
+    _set_destination(response, response.request_headers.response, route.addresses, route.request_id)
+    fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
+    fields["request_id"].string_value = route.request_id
+    edited = apply(body, route.splices) if route.splices else body
+    return [bytes(response.SerializeToString()), *echo_request(edited, end_of_stream=end_of_stream)]
+
+
+def _set_destination(
+    response: ext_proc.ProcessingResponse, common: ext_proc.CommonResponse, addresses: tuple[str, ...], request_id: str
+) -> None:
+    """The endpoints, as header and as metadata: gateways read the one or the other, and the two must not differ."""
+    destination = ",".join(addresses)
+    _set_header(common, DESTINATION_HEADER, destination)
+    _set_header(common, ENDPOINT_HEADER, addresses[0])
+    _set_header(common, REQUEST_ID_HEADER, request_id)
+    metadata = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
+    metadata.fields[DESTINATION_HEADER].string_value = destination
 
 
 @lru_cache(maxsize=1024)

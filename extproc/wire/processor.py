@@ -1,11 +1,13 @@
 """One ext_proc stream: Envoy's messages in, our answers out.
 
-`Exchange` is the state machine, without I/O: bytes in, bytes or a `Pending` out. It serves callers that buffer the
-request body (our own config, Envoy Gateway, Istio by EnvoyFilter); `BodyMode` is told from the first message, and a
-mode it cannot serve is refused in words. `Processor` is the thin grpc.aio shell around it.
+`Exchange` is the state machine, without I/O: bytes in, bytes or a `Pending` out. One machine serves every caller; how
+a caller wants to be answered (`Manner`) is told from its first message, and a mode that cannot be served is refused in
+words. `Processor` is the thin grpc.aio shell around it.
 
-A stream costs two messages whatever the length of the answer: headers and body. It stays open until the HTTP stream
-ends, and its end gives the reservation back.
+Callers that buffer the request body (our own config, Envoy Gateway, Istio by EnvoyFilter) cost two messages whatever
+the length of the answer. Callers that stream both bodies through us (InferencePool gateways) cost one more per piece
+of the answer, which is passed back untouched; leaving the stream early would empty or cut answers. Either way the
+stream stays open until the HTTP stream ends, and its end gives the reservation back.
 """
 
 from __future__ import annotations
@@ -13,14 +15,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
 import structlog
 
 from extproc.flight import Flight, Flights
-from extproc.reply import Answer, Pending, Reply, refuse
-from extproc.wire.messages import CONTINUE, BodyMode, Malformed, Phase, Received, accept, read, render
+from extproc.reply import Answer, Pending, Reply, Route, refuse
+from extproc.wire.messages import (
+    CONTINUE,
+    BodyMode,
+    Malformed,
+    Phase,
+    Received,
+    accept,
+    echo_response,
+    read,
+    render,
+    render_streamed_route,
+)
 from policies.types import Reason, Refusal
 
 log = structlog.get_logger(__name__)
@@ -35,8 +48,9 @@ class Decider(Protocol):
     def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
         """What to do with the whole request."""
 
-
-_SERVED_MODES = (BodyMode.BUFFERED, BodyMode.UNSTATED)
+    @property
+    def largest_body_bytes(self) -> int:
+        """No more of a body is held than this; a larger one is refused."""
 
 
 class WireEvents(Protocol):
@@ -58,83 +72,177 @@ class Turn(IntEnum):
     HEADERS = 0
     """Nothing has come yet."""
     BODY = 1
-    """The headers were answered, the body is awaited."""
+    """The body is awaited; in `Manner.BUFFERED` the headers were answered."""
     ROUTED = 2
     """Decided, and sent on."""
     ANSWERED = 3
-    """Ended by an answer of ours; what Envoy had already under way is passed over."""
+    """Ended by an answer of ours; what the gateway had already under way is passed over."""
+
+
+class Manner(IntEnum):
+    """How the caller wants to be answered; told from its first message."""
+
+    BUFFERED = 0
+    """The body comes whole; headers are answered at once, the decision goes into the answer to the body."""
+    STREAMED = 1
+    """Bodies come and go in pieces; the decision goes into the answer to the headers, given when the body is whole."""
+    HEADERS_ONLY = 2
+    """As STREAMED, but nothing is wanted back but the answer to the headers (NGINX Gateway Fabric)."""
+
+
+Sending: TypeAlias = list[bytes] | Pending
+"""What to send, in order, or the promise of it."""
 
 
 class Exchange:
     """The messages of one HTTP request. `receive` returns what to send, in order of what came."""
 
-    __slots__ = ("_body", "_decider", "_events", "_flight", "_headers", "_phase", "turn")
+    __slots__ = (
+        "_body",
+        "_decider",
+        "_end_of_stream",
+        "_events",
+        "_flight",
+        "_headers",
+        "_size",
+        "_trailers",
+        "manner",
+        "turn",
+    )
 
     def __init__(self, flight: Flight, decider: Decider, events: WireEvents) -> None:
         self._flight = flight
         self._decider = decider
         self._events = events
         self._headers: Mapping[str, str] = {}
-        self._phase = Phase.UNKNOWN
-        self._body = b""
+        self._body: list[bytes] = []
+        self._size = 0
+        self._end_of_stream = False
+        self._trailers = False
+        self.manner = Manner.BUFFERED
         self.turn = Turn.HEADERS
 
-    def receive(self, raw: bytes) -> bytes | Pending | None:
-        """Take one message. None: nothing to send. Raises Malformed for bytes or an order that make no sense."""
+    def receive(self, raw: bytes) -> Sending:
+        """Take one message. Raises Malformed for bytes or an order that make no sense."""
         message = read(raw)
         self._events.message(message.phase)
         if self.turn is Turn.ANSWERED:
-            return None
-        if message.phase is Phase.REQUEST_HEADERS:
-            return self._on_headers(message)
+            return []
         if message.phase is Phase.REQUEST_BODY:
             return self._on_body(message)
-        return CONTINUE.get(message.phase)
+        if message.phase is Phase.REQUEST_HEADERS:
+            return self._on_headers(message)
+        if message.phase is Phase.REQUEST_TRAILERS:
+            return self._on_trailers()
+        return self._on_response(message)
 
-    def _on_headers(self, message: Received) -> bytes | Pending:
+    # -- the request
+
+    def _on_headers(self, message: Received) -> Sending:
         if self.turn is not Turn.HEADERS:
             raise Malformed("request headers came twice")
         self.turn = Turn.BODY
         self._headers = message.headers
-        # CONNECT has no path and sends no body to wait for
-        if message.end_of_stream or ":path" not in message.headers:
-            return self._decide(Phase.REQUEST_HEADERS, b"")
-        if message.body_mode not in _SERVED_MODES:
+        self._flight.subset = message.subset
+        manner = _manner(message)
+        if manner is None:
             return self._refuse_mode(message.body_mode)
+        self.manner = manner
+        # CONNECT has a method but no path, and sends no body to wait for
+        if message.end_of_stream or (":path" not in message.headers and ":method" in message.headers):
+            self._end_of_stream = True
+            return self._decide(Phase.REQUEST_HEADERS)
         early = self._decider.refuse_early(self._flight, message.headers)
-        return accept(self._flight.request_id) if early is None else self._answer(early, Phase.REQUEST_HEADERS, b"")
+        if early is not None:
+            return self._answer(early, Phase.REQUEST_HEADERS, b"")
+        if manner is not Manner.BUFFERED:
+            return []
+        return [accept(self._flight.request_id, keep_response=message.wants_response)]
 
-    def _on_body(self, message: Received) -> bytes | Pending:
+    def _on_body(self, message: Received) -> Sending:
         if self.turn is not Turn.BODY:
             raise Malformed("a request body came before the headers or after the decision")
-        return self._decide(Phase.REQUEST_BODY, message.body)
+        self._body.append(message.body)
+        self._size += len(message.body)
+        self._end_of_stream = message.end_of_stream
+        # A body beyond the limit is decided at once, which refuses it: nothing may make us hold more.
+        whole = message.end_of_stream or self.manner is Manner.BUFFERED
+        if whole or self._size > self._decider.largest_body_bytes:
+            return self._decide(Phase.REQUEST_BODY)
+        return []
 
-    def _refuse_mode(self, mode: BodyMode) -> bytes:
+    def _on_trailers(self) -> Sending:
+        """Trailers end the body of a caller that streams; the body's last piece did not say so."""
+        if self.turn is not Turn.BODY or self.manner is Manner.BUFFERED:
+            return [CONTINUE[Phase.REQUEST_TRAILERS]]
+        self._trailers = True
+        return self._decide(Phase.REQUEST_BODY)
+
+    def _refuse_mode(self, mode: BodyMode) -> list[bytes]:
         refusal = Refusal(
             501,
             "server_error",
-            f"the gateway sends request bodies in mode {mode.name}; configure request_body_mode: BUFFERED",
+            f"request bodies in mode {mode.name} cannot be routed; configure request_body_mode: BUFFERED",
             Reason.UNSUPPORTED_BODY_MODE,
         )
         self._events.refused_with(refusal.reason, refusal.status)
         return self._answer(refuse(refusal), Phase.REQUEST_HEADERS, b"")
 
-    def _decide(self, phase: Phase, body: bytes) -> bytes | Pending:
+    # -- the decision
+
+    def _decide(self, phase: Phase) -> Sending:
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         reply = self._decider.decide(self._flight, self._headers, body)
         if isinstance(reply, Pending):
-            self._phase, self._body = phase, body
+            self._body = [body]
             return reply
         return self._answer(reply, phase, body)
 
-    def resolve(self, reply: Reply) -> bytes:
+    def resolve(self, reply: Reply) -> list[bytes]:
         """Encode the reply a Pending came to."""
-        return self._answer(reply, self._phase, self._body)
+        phase = Phase.REQUEST_BODY if self._body[0] else Phase.REQUEST_HEADERS
+        return self._answer(reply, phase, self._body[0])
 
-    def _answer(self, reply: Reply, phase: Phase, body: bytes) -> bytes:
+    def _answer(self, reply: Reply, phase: Phase, body: bytes) -> list[bytes]:
         """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
-        self.turn = Turn.ANSWERED if isinstance(reply, Answer) else Turn.ROUTED
-        self._headers, self._body = {}, b""
-        return render(reply, phase, body, self._flight.request_id)
+        self._headers, self._body = {}, []
+        if isinstance(reply, Answer):
+            self.turn = Turn.ANSWERED
+            return [render(reply, phase, body, self._flight.request_id)]
+        self.turn = Turn.ROUTED
+        if self.manner is Manner.BUFFERED:
+            return [render(reply, phase, body, self._flight.request_id)]
+        return self._answer_streamed(reply.for_one_address_callers(), phase, body)
+
+    def _answer_streamed(self, route: Route, phase: Phase, body: bytes) -> list[bytes]:
+        if phase is Phase.REQUEST_HEADERS:
+            return render_streamed_route(route, b"", end_of_stream=False)
+        sending = render_streamed_route(route, body, end_of_stream=self._end_of_stream)
+        if self.manner is Manner.HEADERS_ONLY:
+            return sending[:1]
+        return [*sending, CONTINUE[Phase.REQUEST_TRAILERS]] if self._trailers else sending
+
+    # -- the response, where the caller shows it: passed back untouched
+
+    def _on_response(self, message: Received) -> list[bytes]:
+        if message.served is not None:
+            self._flight.served(message.served)
+        if message.phase is Phase.RESPONSE_BODY and self.manner is Manner.STREAMED:
+            return [echo_response(message.body, end_of_stream=message.end_of_stream)]
+        reply = CONTINUE.get(message.phase)
+        return [] if reply is None else [reply]
+
+
+def _manner(message: Received) -> Manner | None:
+    """How this caller wants to be answered; None for a body mode that cannot be served."""
+    if message.body_mode is BodyMode.FULL_DUPLEX_STREAMED:
+        return Manner.STREAMED
+    if message.body_mode is BodyMode.UNSTATED:
+        # An old Envoy states no modes but shows the path; NGINX's shim shows neither.
+        return Manner.BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
+    if message.body_mode is BodyMode.BUFFERED or message.end_of_stream:
+        return Manner.BUFFERED
+    return None
 
 
 class Processor:
@@ -165,10 +273,9 @@ class Processor:
             raw = await context.read()
             if raw is grpc.aio.EOF:
                 return
-            answer = exchange.receive(raw)
+            sending = exchange.receive(raw)
             del raw  # else this frame would keep the body for as long as the answer streams
-            if isinstance(answer, Pending):
-                answer = exchange.resolve(await answer.ready)
-            if answer is not None:
-                await context.write(answer)
-            del answer
+            if isinstance(sending, Pending):
+                sending = exchange.resolve(await sending.ready)
+            while sending:
+                await context.write(sending.pop(0))

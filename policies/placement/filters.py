@@ -39,6 +39,15 @@ def excluded(view: View) -> Mask:
     return np.fromiter((addresses[slot] not in unwanted for slot in view.slots), np.bool_, len(view.slots))
 
 
+def subset(view: View) -> Mask:
+    """Among the addresses the gateway allows; an entry without a port allows every port of its host."""
+    allowed = view.request.subset
+    if allowed is None:
+        return np.ones(len(view.slots), np.bool_)
+    addresses = [str(view.state.addresses[slot]) for slot in view.slots]
+    return np.array([address in allowed or address.rpartition(":")[0] in allowed for address in addresses], np.bool_)
+
+
 def context(view: View) -> Mask:
     """Has a context window that holds the estimated prompt; an answer may be cut at its end, as vLLM does.
 
@@ -55,5 +64,11 @@ def exceeds_context(view: View) -> bool:
     return bool(view.state.context_tokens[view.slots].max() < view.request.input_tokens)
 
 
-FILTERS: dict[str, Filter] = {"ready": ready, "model": model, "excluded": excluded, "context": context}
+FILTERS: dict[str, Filter] = {
+    "ready": ready,
+    "model": model,
+    "subset": subset,
+    "excluded": excluded,
+    "context": context,
+}
 """Filters by the name a config uses."""

@@ -19,7 +19,7 @@ from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
 from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation
 
-_ALWAYS = ("ready", "model")
+_ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
 
 

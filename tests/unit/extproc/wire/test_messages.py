@@ -178,7 +178,7 @@ def test_continue_answers_in_kind_and_changes_nothing(phase: Phase, field: str) 
 
 def test_the_answer_to_headers_carries_the_request_id() -> None:
     """In dynamic metadata, where the access log finds it; nothing is changed and routing stays."""
-    reply = answered(accept(ID))
+    reply = answered(accept(ID, keep_response=False))
     assert reply.WhichOneof("response") == "request_headers"
     assert reply.request_headers.SerializeToString() == b""
     assert dict(reply.dynamic_metadata["pointsman"]) == {"request_id": ID}

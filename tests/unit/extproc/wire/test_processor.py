@@ -68,6 +68,7 @@ class Decider:
         self.was_asked = asyncio.Event()
         self.reply: Reply | Pending | None = None
         self.early: Answer | None = None
+        self.largest_body_bytes = 1_000_000
 
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:  # noqa: ARG002 - Decider
         """Nothing to object unless told so."""
@@ -92,9 +93,14 @@ class Stream:
 
     def send(self, message: ext_proc.ProcessingRequest) -> ext_proc.ProcessingResponse:
         """Give one message and read the answer."""
-        answer = self.exchange.receive(message.SerializeToString())
-        assert isinstance(answer, bytes)
-        return ext_proc.ProcessingResponse.FromString(answer)
+        (reply,) = self.send_all(message)
+        return reply
+
+    def send_all(self, message: ext_proc.ProcessingRequest) -> list[ext_proc.ProcessingResponse]:
+        """Every reply to one message."""
+        sending = self.exchange.receive(message.SerializeToString())
+        assert isinstance(sending, list)
+        return [ext_proc.ProcessingResponse.FromString(raw) for raw in sending]
 
 
 def headers_of(
@@ -185,7 +191,7 @@ def test_a_caller_that_states_no_mode_is_served(stream: Stream) -> None:
     assert stream.send(headers_of(mode=None)).WhichOneof("response") == "request_headers"
 
 
-@pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED"])
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL"])
 def test_a_mode_that_is_not_served_is_refused_in_words(stream: Stream, mode: str) -> None:
     """Not with a hang or half a body: the message names the mode and the setting that mends it."""
     reply = stream.send(headers_of(mode=getattr(MODE, mode)))
@@ -211,7 +217,7 @@ def test_what_headers_alone_condemn_is_refused_before_the_body(stream: Stream) -
     stream.decider.early = Answer(413, b"{}", reason="body_too_large")
     reply = stream.send(headers_of())
     assert reply.immediate_response.status.code == 413
-    assert stream.exchange.receive(body_of(b"{}").SerializeToString()) is None
+    assert stream.exchange.receive(body_of(b"{}").SerializeToString()) == []
     assert stream.decider.asked == []
 
 
@@ -227,8 +233,8 @@ def test_a_stream_is_decided_once(stream: Stream) -> None:
 
 def test_a_chunk_that_follows_a_refused_mode_is_not_decided(stream: Stream) -> None:
     """Callers that stream send their body without waiting for our answer."""
-    stream.send(headers_of(mode=MODE.FULL_DUPLEX_STREAMED))
-    assert stream.exchange.receive(body_of(b"{}").SerializeToString()) is None
+    stream.send(headers_of(mode=MODE.STREAMED))
+    assert stream.exchange.receive(body_of(b"{}").SerializeToString()) == []
     assert stream.decider.asked == []
 
 
@@ -251,7 +257,7 @@ def test_every_other_message_is_let_through(stream: Stream, field: str) -> None:
 
 def test_a_message_of_a_later_version_is_not_answered(stream: Stream) -> None:
     """We cannot know its kind, and a wrong answer would end the stream."""
-    assert stream.exchange.receive(b"") is None
+    assert stream.exchange.receive(b"") == []
 
 
 def test_garbage_is_malformed(stream: Stream) -> None:
@@ -267,7 +273,7 @@ async def test_a_pending_reply_is_sent_when_it_resolves(stream: Stream) -> None:
     stream.send(headers_of())
     assert stream.exchange.receive(body_of(b"{}").SerializeToString()) is pending
     route = Route("c", ("10.0.0.1:80",), "1" * 24, "m", splices=(Splice(1, 1, b"!"),))
-    reply = ext_proc.ProcessingResponse.FromString(stream.exchange.resolve(route))
+    reply = ext_proc.ProcessingResponse.FromString(stream.exchange.resolve(route)[0])
     assert reply.request_body.response.body_mutation.body == b"{!}"
 
 

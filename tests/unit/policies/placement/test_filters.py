@@ -44,3 +44,11 @@ def test_when_no_window_fits_the_largest_stay_and_the_engine_judges(state: Fleet
     state.context_tokens[:4] = [500, 800, 800, 100]
     assert filters.context(view_of()).tolist() == [False, True, True, False]
     assert filters.exceeds_context(view_of())
+
+
+def test_a_subset_allows_by_address_or_by_host(view_of: Views) -> None:
+    """`IP:port` means that endpoint, `IP` every port of it; an empty subset allows nobody."""
+    assert filters.subset(view_of(subset=("10.0.0.1:80", "10.0.0.3"))).tolist() == [False, True, False, True]
+    assert filters.subset(view_of(subset=("10.0.0.1:81",))).tolist() == [False] * 4
+    assert filters.subset(view_of(subset=())).tolist() == [False] * 4
+    assert filters.subset(view_of()).tolist() == [True] * 4
