@@ -2,6 +2,10 @@
 
 What outlives a config generation (fleet state, prefix indexes, flights, counts) is made once here; a reload swaps the
 generation and tells everyone. A file that does not validate changes nothing and is reported.
+
+Nor does it after a crash: `pointsman up` gives us a file beside Envoy's configuration (`last_good`) that holds the
+config in force. A decision process that is started again falls back on it, and takes from it what only a restart of
+the whole may change, since Envoy still runs with that.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ import time
 from operator import attrgetter
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
+from pydantic import BaseModel
 
 from extproc.admin.server import AdminServer
 from extproc.config.generations import Generation
@@ -25,6 +30,7 @@ from extproc.fleet.discovery import Discovery, follow_file
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.watchers import Watchers
 from extproc.flight import Flights
+from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.outcomes import Outcomes
@@ -42,21 +48,24 @@ from extproc.wire.grpc_server import (
 )
 from extproc.wire.processor import Processor
 from policies.fleet_state import FleetState
-from policies.lifecycle import Evidence
+from policies.lifecycle import Evidence, State
 
 log = structlog.get_logger(__name__)
 
+_Section = TypeVar("_Section", bound=BaseModel)
+
 _TICK_S = 0.25
-"""How often overdue access-log entries and leaving endpoints are looked at."""
+"""How often overdue access-log entries, leaving endpoints and our own readiness are looked at."""
 _STOP_GRACE_S = 0.2
 """Decisions take microseconds; what is still open then are streams, and those outlive us (failure_mode_allow)."""
 
 
 class App:
-    """One running system. `config_path` is followed for changes if given."""
+    """One running system. `config_path` is followed for changes; `last_good` is kept at the config in force."""
 
-    def __init__(self, config: Config, config_path: Path | None = None) -> None:
+    def __init__(self, config: Config, config_path: Path | None = None, *, last_good: Path | None = None) -> None:
         self._config_path = config_path
+        self._last_good = last_good
         self.generation = Generation(1, config)
         self.metrics = Metrics()
         self._state = FleetState(stale_after_s=_stale_after_s(config), max_endpoints=config.limits.endpoints)
@@ -101,7 +110,6 @@ class App:
         await self._health.start()
         self._apply(self.generation)
         await self._server.start()
-        await self._health.set_serving(serving=True)
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
         if self._config_path is not None:
             self._tasks.append(asyncio.create_task(follow_file(self._config_path, self._on_config), name="config"))
@@ -124,10 +132,10 @@ class App:
     async def stop(self) -> None:
         """Stop taking requests, then listening. Running streams go on without us."""
         self.pipeline.draining = True
-        await self._health.set_serving(serving=False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._health.set_serving(serving=False)  # after the tick is gone, which says so too
         await self._discovery.close()
         await self._watchers.close()
         await self._server.stop(_STOP_GRACE_S)
@@ -137,13 +145,14 @@ class App:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
             try:
                 self.fleet.tick()
                 self.flights.expire()
                 self._watchers.watch(self.fleet.addresses())
+                await self._health.set_serving(serving=self.ready()[0])
             except Exception:
                 log.exception("tick failed")  # and goes on: without it nothing would ever be let go
+            await asyncio.sleep(_TICK_S)
 
     # -- generations
 
@@ -160,6 +169,15 @@ class App:
         self._publisher.configure(config)
         self._discovery.configure(config.pools)
         self._watchers.watch(self.fleet.addresses())
+        self._keep(config)
+
+    def _keep(self, config: Config) -> None:
+        if self._last_good is None:
+            return
+        try:
+            write_last_good(self._last_good, config)
+        except OSError as error:
+            log.warning("cannot keep the config, a crash would go back to an older one", error=str(error))
 
     def _discovered(self, pool: str, addresses: list[str]) -> None:
         self.fleet.set_endpoints(pool, addresses)
@@ -170,14 +188,15 @@ class App:
         if self._config_path is None:
             raise AssertionError("nothing is followed without a path")
         try:
-            config = load(self._config_path)
+            found = load(self._config_path)
         except ConfigError as error:
             self.metrics.reloaded(ok=False)
             log.warning("config rejected, the old one stays in force", error=str(error))
             return
+        _warn_of_fixed_parts(self.generation.config, found)
+        config = _with_fixed_parts_of(self.generation.config, found)
         if config == self.generation.config:
             return
-        _warn_of_fixed_parts(self.generation.config, config)
         self._apply(Generation(self.generation.number + 1, config))
         self.metrics.reloaded(ok=True)
         self.metrics.generation_in_force(self.generation.number)
@@ -212,8 +231,9 @@ class App:
         return {"generation": self.generation.number, "config": self.generation.config.model_dump(mode="json")}
 
     def drain(self, address: str, *, drain: bool) -> bool:
-        """Drain an endpoint or take it back."""
-        if self._state.slot_of(address) is None:
+        """Drain an endpoint or take it back. False if no pool lists it (any more)."""
+        slot = self._state.slot_of(address)
+        if slot is None or self._state.state[slot] == State.STOPPED:
             return False
         self.fleet.observe(address, Evidence.DRAIN if drain else Evidence.UNDRAIN)
         return True
@@ -250,7 +270,7 @@ _FIXED_PARTS = (
     "timeouts.stream_idle_s",
     "limits.request_body_bytes",
 )
-"""What only a restart (of Envoy, for the last group) puts into effect."""
+"""What only a restart of the whole puts into effect: a reload leaves it as it is, and so does a crash."""
 
 
 def _warn_of_fixed_parts(old: Config, new: Config) -> None:
@@ -261,3 +281,41 @@ def _warn_of_fixed_parts(old: Config, new: Config) -> None:
 
 def _field(config: Config, path: str) -> object:
     return attrgetter(path)(config)
+
+
+# -- the last good config
+
+
+def load_to_serve(path: Path, last_good: Path | None) -> tuple[Config, str]:
+    """The config to start with, and the faults of the file at `path` if they keep it from being that one.
+
+    Raises ConfigError if neither file can be used.
+    """
+    kept = _load_kept(last_good) if last_good else None
+    try:
+        config = load(path)
+    except ConfigError as error:
+        if kept is None:
+            raise
+        return kept, str(error)
+    return (_with_fixed_parts_of(kept, config) if kept else config), ""
+
+
+def _load_kept(last_good: Path) -> Config | None:
+    try:
+        return load(last_good)
+    except ConfigError as error:
+        log.warning("the last good config cannot be used", error=str(error))
+        return None
+
+
+def _with_fixed_parts_of(held: Config, config: Config) -> Config:
+    """`config`, but with what is fixed until a restart of the whole as in `held`."""
+    for part in _FIXED_PARTS:
+        config = _with(config, part, _field(held, part))
+    return config
+
+
+def _with(section: _Section, path: str, value: object) -> _Section:
+    name, _, rest = path.partition(".")
+    return section.model_copy(update={name: _with(getattr(section, name), rest, value) if rest else value})

@@ -15,12 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import structlog
 import typer
 
 from extproc import __version__
 from extproc.config.loading import ConfigError, load, presets
 from extproc.config.schema import Config
 from extproc.observe.logging import configure_logging
+
+log = structlog.get_logger(__name__)
 
 cli = typer.Typer(
     help="Routes LLM requests over vLLM fleets, as an Envoy external processor.",
@@ -76,27 +79,38 @@ def up(
 
 
 @cli.command()
-def serve(config: ConfigPath) -> None:
+def serve(
+    config: ConfigPath,
+    last_good: Annotated[Path | None, typer.Option(hidden=True, help="where `up` has us keep the config")] = None,
+) -> None:
     """Run the decision process alone; your own Envoy talks to it."""
     import uvloop
 
+    from extproc.app import load_to_serve
+    from extproc.launcher import raise_file_limit
     from extproc.wire.grpc_server import PortTaken
 
-    loaded = _load(config)
-    configure_logging(loaded.observe.log)
     try:
-        uvloop.run(_serve(loaded, config.resolve()))
+        loaded, faults = load_to_serve(config, last_good)
+    except ConfigError as error:
+        _fail(str(error))
+    configure_logging(loaded.observe.log)
+    if faults:
+        log.error("the config file is not valid: started with the last good one", faults=faults)
+    raise_file_limit()
+    try:
+        uvloop.run(_serve(loaded, config.resolve(), last_good))
     except (PortTaken, OSError) as error:
         _fail(str(error))
 
 
-async def _serve(config: Config, path: Path) -> None:
+async def _serve(config: Config, path: Path, last_good: Path | None) -> None:
     from extproc.app import App
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = App(config, path)
+    app = App(config, path, last_good=last_good)
     await app.start()
     await stop.wait()
     await app.stop()

@@ -2,7 +2,10 @@
 
 The launcher sets limits and allocator variables, starts the children, starts a fallen one again, and stops them in
 order: Envoy drains first, then the decision process goes. It handles no traffic. A child whose first start fails
-(a bad config, a taken port) ends the whole; one that falls later is started again after a growing pause.
+(a taken port) ends the whole; one that falls later is started again after a growing pause.
+
+What it shares with the children is in a run folder: Envoy's configuration and admin socket, and the last good config,
+so that neither a file broken since nor one with other addresses keeps a fallen decision process from coming back.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
+import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +44,12 @@ ALLOCATOR = {
 }
 _SETTLED_S = 5.0
 """A child that ran this long had started properly; its next fall is not a failed start."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
 _KILL_AFTER_S = 10.0
+_NOT_STARTED = 126
+"""Exit code of what could not be executed, as shells have it."""
+_LOOK_EVERY_S = 0.1
+"""How often another process is asked for its state; it tells us of no change."""
 _WANTED_FILES = 65_536
 """Envoy holds two descriptors per HTTP/1 stream."""
 
@@ -52,7 +63,7 @@ class ChildFailed(Exception):
 
 
 def find_envoy() -> str:
-    """Path of the Envoy to start: beside our Python, then on PATH, then in the wheel. Raises NoEnvoy."""
+    """Path of the Envoy to start: beside our Python, where the wheel puts its own, else on PATH. Raises NoEnvoy."""
     beside = Path(sys.executable).with_name("envoy")
     found = str(beside) if beside.is_file() else shutil.which("envoy")
     if found:
@@ -69,29 +80,112 @@ def raise_file_limit() -> int:
     return hard
 
 
+class RunFolder:
+    """A folder of one launcher's. A lock on it tells the next one whether we still live, should we not get to clean up.
+
+    The lock and not the process id alone: in a container every launcher has the same one.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"pointsman-{os.getpid()}-"))
+        self._lock = _lock(self.path)
+
+    def remove(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock `folder` until the descriptor returned is closed, by us or by our end; None if another holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def write_last_good(file: Path, config: Config) -> None:
+    """Put `config` in place whole or not at all, to be loaded like a file of the operator's. Raises OSError."""
+    # Not the operator's text: file names in it count from its own folder, and here they are absolute already.
+    # Not pydantic's JSON, which has no infinity.
+    aside = file.with_suffix(".new")
+    aside.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    aside.replace(file)
+
+
+def remove_stale_folders() -> None:
+    """Remove the run folders of launchers of this user that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("pointsman-*-*"):
+        with contextlib.suppress(OSError):  # another launcher may be at it too
+            _remove_if_stale(folder)
+
+
+def _remove_if_stale(folder: Path) -> None:
+    named = re.fullmatch(r"pointsman-(\d{1,9})-\w+", folder.name)
+    if named is None or folder.lstat().st_uid != os.getuid() or _lives(int(named[1])):
+        return
+    lock = _lock(folder)
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        log.info("removed what a killed launcher left", folder=str(folder))
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process than ours has this id."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # not permitted: it is there, and somebody else's
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
 @dataclass(slots=True)
 class _Child:
-    """One process to keep running."""
+    """One process to keep running. Once stopped it is not started again."""
 
     name: str
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     falls: int = 0
+    stopped: bool = False
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def start(self) -> asyncio.subprocess.Process:
-        self.process = await asyncio.create_subprocess_exec(
+    async def run(self) -> int | None:
+        """Start it and wait for its end; returns the exit code, None if it was stopped before."""
+        async with self._starting:
+            if self.stopped:
+                return None
+            try:
+                process = self.process = await self._start()
+            except OSError as error:  # no memory or process left: a fall like others, not the end of the whole
+                log.error("cannot start", child=self.name, error=str(error))  # noqa: TRY400 - it is told whole
+                return _NOT_STARTED
+        log.info("started", child=self.name, pid=process.pid)
+        return await process.wait()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             *self.command,
             env={**os.environ, **self.environment},
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the launcher alone, which stops them in order
             preexec_fn=die_with_parent(),
         )
-        log.info("started", child=self.name, pid=self.process.pid)
-        return self.process
 
     async def stop(self) -> None:
-        process = self.process
+        """End it; a start that is under way is waited for, or its process would be nobody's."""
+        self.stopped = True
+        async with self._starting:
+            process = self.process
         if process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -100,7 +194,8 @@ class _Child:
             await asyncio.wait_for(process.wait(), _KILL_AFTER_S)
         except TimeoutError:
             log.warning("did not stop in time, killing", child=self.name)
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
 
@@ -124,9 +219,13 @@ class Launcher:
         """Raise NoEnvoy."""
         self._config = config
         envoy_binary = find_envoy()
-        self._run = Path(tempfile.mkdtemp(prefix="pointsman-"))
+        remove_stale_folders()
+        self._folder = RunFolder()
+        self._run = self._folder.path
         self._admin_socket = self._run / "envoy-admin.sock"
-        serve = [sys.executable, "-m", "extproc.cli", "serve", str(config_path)]
+        last_good = self._run / "last-good.json"
+        write_last_good(last_good, config)
+        serve = [sys.executable, "-m", "extproc.cli", "serve", str(config_path), "--last-good", str(last_good)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
         # `misc` warns of every message its authors have not declared stable; that choice is ours and made.
         quiet = ["--disable-hot-restart", "-l", "warning", "--component-log-level", "misc:error"]
@@ -142,14 +241,13 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
         keepers = [asyncio.create_task(self._keep(self._serve)), asyncio.create_task(self._keep_envoy())]
-        ready = asyncio.create_task(self._announce())
-        stop = asyncio.create_task(self._stopping.wait())
+        others = [asyncio.create_task(self._announce()), asyncio.create_task(self._stopping.wait())]
         try:
-            done, _ = await asyncio.wait([*keepers, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {stop}:
+            done, _ = await asyncio.wait([*keepers, others[-1]], return_when=asyncio.FIRST_COMPLETED)
+            for task in done.intersection(keepers):
                 task.result()
         finally:
-            await self._stop([*keepers, ready, stop])
+            await self._stop(keepers, others)
 
     async def _keep_envoy(self) -> None:
         """Write Envoy's configuration, in a thread while the decision process starts: its imports take a second."""
@@ -165,57 +263,83 @@ class Launcher:
     async def _keep(self, child: _Child) -> None:
         """Start the child, and again whenever it falls."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._stopping.is_set():
             began = loop.time()
-            code = await (await child.start()).wait()
-            if self._stopping.is_set():
+            code = await child.run()
+            if code is None or self._stopping.is_set():
                 return
             lived = loop.time() - began
             if not child.falls and lived < _SETTLED_S and code > 0:
                 raise ChildFailed(f"{child.name} did not start (exit code {code}); its log says why")
             child.falls = 1 if lived > _SETTLED_S else child.falls + 1
-            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (child.falls - 1))
+            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(child.falls - 1, _MOST_DOUBLINGS))
             log.error("child fell, starting it again", child=child.name, code=code, pause_s=pause)
-            await asyncio.sleep(pause)
-            if self._stopping.is_set():
-                return
+            await self._pause(pause)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not beyond the beginning of the end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _announce(self) -> None:
-        """Say so when requests can be served."""
-        host, _, port = self._config.listen.http.rpartition(":")
-        while True:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-                writer.close()
-                log.info("ready", url=f"http://{self._config.listen.http}/v1")
-                return
-            await asyncio.sleep(0.1)
+        """Say so when requests can be served: Envoy listens, and we answer it."""
+        url = f"http://{self._config.listen.http}/v1"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_KILL_AFTER_S)) as client:
+            while not await _answers(client, f"{url}/models"):  # noqa: ASYNC110 - another process's state: no event
+                await asyncio.sleep(_LOOK_EVERY_S)
+        log.info("ready", url=url)
 
-    async def _stop(self, tasks: list[asyncio.Task[Any]]) -> None:
+    async def _stop(self, keepers: list[asyncio.Task[None]], others: list[asyncio.Task[Any]]) -> None:
         self._stopping.set()
         log.info("stopping: running answers may finish", at_most_s=_KILL_AFTER_S)
         await self._drain_envoy()
         await self._envoy.stop()
         await self._serve.stop()
-        for task in tasks:
+        for task in others:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        shutil.rmtree(self._run, ignore_errors=True)
+        # The keepers end by themselves, and what they do in the run folder with them.
+        await asyncio.gather(*keepers, *others, return_exceptions=True)
+        self._folder.remove()
         log.info("all stopped")
 
     async def _drain_envoy(self) -> None:
         """Refuse new connections, then give running requests a while to end."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             connector = aiohttp.UnixConnector(path=str(self._admin_socket))
-            timeout = aiohttp.ClientTimeout(total=_KILL_AFTER_S)
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as admin:
-                await admin.post("http://envoy/drain_listeners?inboundonly")
-                while await self._active_requests(admin):  # noqa: ASYNC110 - another process's state: no event to await
-                    await asyncio.sleep(0.1)
+            async with asyncio.timeout(_KILL_AFTER_S), aiohttp.ClientSession(connector=connector) as admin:
+                # First the sockets, then the rest: a client whose connection is closed must not open another.
+                await _tell(admin, "drain_listeners")
+                # Open connections would go on bringing requests. From here on each answer closes its own.
+                await _tell(admin, "healthcheck/fail")
+                await _until_quiet(admin)
 
-    async def _active_requests(self, admin: aiohttp.ClientSession) -> int:
-        async with admin.get("http://envoy/stats?filter=^http\\..*\\.downstream_rq_active$") as response:
-            lines = (await response.text()).splitlines()
-        # Envoy counts its admin listener too, and with it the very request that asks.
-        counts = [int(line.rpartition(" ")[2]) for line in lines if not line.startswith("http.admin.")]
-        return sum(counts)
+
+async def _answers(client: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with client.get(url) as response:
+            return response.status == HTTPStatus.OK
+    return False
+
+
+async def _tell(admin: aiohttp.ClientSession, what: str) -> None:
+    async with admin.post(f"http://envoy/{what}"):
+        pass
+
+
+async def _until_quiet(admin: aiohttp.ClientSession) -> None:
+    """Until no request runs and none has come since the last look."""
+    before = None
+    while True:
+        active, total = [await _sum(admin, f"downstream_rq_{what}") for what in ("active", "total")]
+        if not active and total == before:
+            return
+        before = total
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _sum(admin: aiohttp.ClientSession, name: str) -> int:
+    """A figure of Envoy's, over all its listeners."""
+    async with admin.get(f"http://envoy/stats?filter=^http\\..*\\.{name}$") as response:
+        lines = (await response.text()).splitlines()
+    # Envoy counts its admin listener too, and with it the very request that asks.
+    return sum(int(line.rpartition(" ")[2]) for line in lines if not line.startswith("http.admin."))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
+import grpc
 import httpx
 import pytest
-from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, free_ports, pool_of
 
 
 @pytest.fixture
@@ -57,6 +66,113 @@ def test_envoy_is_started_again(trio: list[Engine], make_system: Callable[..., S
     eventually(lambda: system.total("pointsman_ext_proc_streams_open") == 0, "streams of the dead Envoy have ended")
 
 
+def _kill_and_wait(system: System) -> None:
+    """Until another decision process answers."""
+    old = system.child(" serve ")
+    system.kill_decision_process()
+    eventually(lambda: not _alive(old), "it is dead")
+    eventually(lambda: httpx.get(f"{system.admin_url}/readyz").status_code == 200, "it is ready again")
+
+
+def _answers(system: System, **fields: object) -> bool:
+    url = f"{system.url}/v1/chat/completions"
+    return httpx.post(url, json=chat(**fields), timeout=HANG_GUARD_S).status_code == 200
+
+
+def test_a_broken_config_file_and_a_crash_are_no_outage(trio: list[Engine], make_system: Callable[..., System]) -> None:
+    """The decision process comes back with the last accepted config, endpoints file and all, and follows the file."""
+    system = make_system(pools=[pool_of(trio[:1])])
+    file = system.config_path.with_name("endpoints.json")
+    file.write_text(json.dumps([engine.address for engine in trio]))
+    pool = pool_of(trio, aliases={"accepted": "sim"}, endpoints={"file": file.name})
+    system.config["pools"] = [pool]
+    system.write_config()
+    eventually(lambda: _answers(system, model="accepted"), "the change is in force")
+    good = system.config_path.read_text()
+    system.config_path.write_text("pools: [{nmae: typo")
+    eventually(lambda: system.total("pointsman_config_reloads_total", 'result="rejected"') == 1, "it is rejected")
+    _kill_and_wait(system)
+    eventually(lambda: _answers(system, model="accepted"), "the last good config is in force")
+    assert set(system.fleet()) == {engine.address for engine in trio}
+    assert system.total("pointsman_config_reloads_total", 'result="rejected"') == 1
+    assert "started with the last good one" in system.log.read_text()
+    system.config_path.write_text(good.replace("accepted", "mended"))
+    eventually(lambda: _answers(system, model="mended"), "the mended file is followed")
+
+
+def test_a_change_of_addresses_and_a_crash_are_no_outage(
+    trio: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """What Envoy was started with holds until the whole is started again; the rest of the change is in force."""
+    system = make_system(pools=[pool_of(trio)])
+    before = json.loads(json.dumps(system.config))
+    ports = [f"127.0.0.1:{port}" for port in free_ports(5)]
+    system.config["listen"] = dict(zip(("http", "grpc", "health"), ports, strict=False))
+    system.config["admin"], system.config["observe"] = {"listen": ports[3]}, {"metrics": ports[4]}
+    system.config["wire"]["response_headers"] = []
+    system.config["pools"][0]["aliases"] = {"renamed": "sim"}
+    system.write_config()
+    eventually(lambda: _answers(system, model="renamed"), "the change is in force")
+    _kill_and_wait(system)
+    eventually(lambda: _answers(system, model="renamed"), "it serves where it did")
+    assert system.total("pointsman_config_generation") == 1
+    in_force = httpx.get(f"{system.admin_url}/v1/config").json()["config"]
+    assert in_force["listen"] == before["listen"]
+    assert in_force["wire"]["response_headers"] == before["wire"]["response_headers"]
+
+
+def test_while_a_stop_waits_new_connections_are_refused(trio: list[Engine], make_system: Callable[..., System]) -> None:
+    """And the answer that it waits for ends whole."""
+    system = make_system(pools=[pool_of(trio)])
+    system.wait_pickable(*(engine.address for engine in trio))
+    with httpx.Client(timeout=HANG_GUARD_S) as client:
+        stream = HeldStream(client, system)
+        system.process.send_signal(signal.SIGTERM)
+        eventually(lambda: _refuses_connections(system), "a new connection is refused")
+        assert system.process.poll() is None
+        for engine in trio:
+            engine.release()
+        assert stream.rest().endswith(b"data: [DONE]\n\n")
+    assert system.process.wait(HANG_GUARD_S) == 0
+
+
+def _refuses_connections(system: System) -> bool:
+    try:
+        httpx.get(f"{system.url}/v1/models")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_a_stop_under_steady_traffic_ends_and_cuts_no_request(
+    trio: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """Clients that never pause on connections they keep: every request is answered whole until there is no door."""
+    system = make_system(pools=[pool_of(trio)])
+    system.wait_pickable(*(engine.address for engine in trio))
+    warm = [Event() for _ in range(4)]
+
+    def ask(under_way: Event) -> int:
+        answers = 0
+        with httpx.Client(timeout=HANG_GUARD_S) as client:
+            while True:
+                try:
+                    answer = client.post(f"{system.url}/v1/chat/completions", json=chat(max_tokens=64))
+                except httpx.ConnectError:
+                    return answers
+                assert answer.status_code == 200
+                assert answer.json()["usage"]["completion_tokens"] > 0
+                answers += 1
+                under_way.set()
+
+    with ThreadPoolExecutor(len(warm)) as pool:
+        asking = [pool.submit(ask, event) for event in warm]
+        assert all(event.wait(HANG_GUARD_S) for event in warm)
+        system.process.send_signal(signal.SIGTERM)
+        assert all(future.result(HANG_GUARD_S) > 0 for future in asking)
+    assert system.process.wait(HANG_GUARD_S) == 0
+
+
 def test_a_stop_is_clean_and_lets_a_running_answer_finish(
     trio: list[Engine], make_system: Callable[..., System]
 ) -> None:
@@ -85,6 +201,25 @@ def test_the_tree_dies_with_its_launcher(trio: list[Engine], make_system: Callab
     eventually(lambda: not any(_alive(pid) for pid in children), "no child is left")
 
 
+def test_the_next_launcher_removes_what_a_killed_one_left(
+    trio: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """Its run folder, told by the process id in the name; the living one's stays and goes at its stop."""
+    killed = make_system(pools=[pool_of(trio)])
+    assert len(_run_folders(killed)) == 1
+    killed.process.kill()
+    killed.process.wait()
+    assert len(_run_folders(killed)) == 1
+    living = make_system(pools=[pool_of(trio)])
+    assert [len(_run_folders(system)) for system in (killed, living)] == [0, 1]
+    assert living.stop() == 0
+    assert _run_folders(living) == []
+
+
+def _run_folders(system: System) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"pointsman-{system.process.pid}-*"))
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -105,14 +240,75 @@ def test_a_config_that_does_not_fit_the_machine_ends_the_launcher(
     assert "cannot listen" in second.log.read_text() or "address already in use" in second.log.read_text()
 
 
+NAMES = ("", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor")
+"""What gateways and kubelets ask for before they send anything."""
+
+
+def _serving(system: System) -> dict[str, bool]:
+    with grpc.insecure_channel(system.health_address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answers = {
+            name: check(health_pb2.HealthCheckRequest(service=name), timeout=HANG_GUARD_S, wait_for_ready=True)
+            for name in (*NAMES, "liveness")
+        }
+    return {name: answer.status == health_pb2.HealthCheckResponse.SERVING for name, answer in answers.items()}
+
+
 def test_health_is_told_over_grpc(trio: list[Engine], make_system: Callable[..., System]) -> None:
     """The names gateways and kubelets ask for are SERVING."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     system = make_system(pools=[pool_of(trio)])
-    with grpc.insecure_channel(system.health_address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=HANG_GUARD_S)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    eventually(lambda: all(_serving(system).values()), "everything serves")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[System]:
+    """`pointsman serve` without an Envoy, started with few file descriptors; its endpoints file is not there yet."""
+    pool = {"name": "chat", "models": ["sim"], "endpoints": {"file": "endpoints.json"}}
+    system = System(tmp_path, {"pools": [pool]})
+    command = [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)]
+    with system.log.open("ab") as log:
+        system.process = subprocess.Popen(["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", *command], stderr=log)
+    eventually(lambda: httpx.get(f"{system.admin_url}/livez").status_code == 200, "it lives")
+    yield system
+    system.stop()
+    print(system.log.read_text()[-8000:])
+
+
+def test_grpc_health_and_readyz_agree(alone: System) -> None:
+    """Alive, but not ready, until discovery has reported for every pool."""
+    ready = f"{alone.admin_url}/readyz"
+    assert httpx.get(ready).status_code == 503
+    assert _serving(alone) == {**dict.fromkeys(NAMES, False), "liveness": True}
+    aside = alone.config_path.with_name("endpoints.new")
+    aside.write_text("[]")
+    aside.rename(alone.config_path.with_name("endpoints.json"))
+    eventually(lambda: httpx.get(ready).status_code == 200, "it is ready")
+    eventually(lambda: all(_serving(alone).values()), "gRPC health says so too")
+
+
+def test_serve_alone_raises_the_limit_on_files_as_well(alone: System) -> None:
+    """Envoy's connections are not the only ones: each engine is watched over one, and each stream may need one."""
+    soft, hard = resource.prlimit(alone.process.pid, resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+def test_an_endpoint_no_longer_listed_cannot_be_drained(trio: list[Engine], make_system: Callable[..., System]) -> None:
+    """404, also while its last answer still runs: a drain would be forgotten if it were listed again."""
+    system = make_system(pools=[pool_of(trio)])
+    system.wait_pickable(*(engine.address for engine in trio))
+    with httpx.Client(timeout=HANG_GUARD_S) as client:
+        stream = HeldStream(client, system)
+        system.config["pools"] = [pool_of([engine for engine in trio if engine.address != stream.endpoint])]
+        system.write_config()
+        eventually(lambda: system.fleet()[stream.endpoint]["state"] == "stopped", "the removal is seen")
+        answers = [_post(system, f"{stream.endpoint}:{verb}") for verb in ("drain", "undrain")]
+        for engine in trio:
+            engine.release()
+        stream.rest()
+    assert [answer.status_code for answer in answers] == [404, 404]
+    listed = next(engine.address for engine in trio if engine.address != stream.endpoint)
+    assert _post(system, f"{listed}:drain").json() == {"endpoint": listed, "done": "drain"}
+
+
+def _post(system: System, what: str) -> httpx.Response:
+    return httpx.post(f"{system.admin_url}/v1/endpoints/{what}", timeout=HANG_GUARD_S)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -17,16 +20,19 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from extproc import launcher as module
-from extproc.config.loading import parse
+from extproc.config.loading import load, parse
 from extproc.launcher import (
     ALLOCATOR,
     ChildFailed,
     Launcher,
     NoEnvoy,
+    RunFolder,
     _Child,
     die_with_parent,
     find_envoy,
     raise_file_limit,
+    remove_stale_folders,
+    write_last_good,
 )
 
 HANG_S = 60
@@ -110,7 +116,50 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     text = "listen: {http: '127.0.0.1:1'}\npools: [{name: p, models: [m], endpoints: {static: []}}]"
     launcher = Launcher(parse(text), Path("/etc/pointsman.yaml"), concurrency=2)
     yield launcher
-    shutil.rmtree(launcher._run, ignore_errors=True)
+    launcher._folder.remove()
+
+
+class FakeEnvoy:
+    """An Envoy's admin interface that tells of so many requests, and a front that answers with these statuses."""
+
+    def __init__(self) -> None:
+        self.active = [0]
+        self.totals = [7]
+        self.statuses = [200]
+        self.asked: list[str] = []
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self.runner = web.AppRunner(app)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.asked.append(f"{request.method} {request.path}")
+        if request.path != "/stats":
+            return web.Response(text="OK\n", status=_next(self.statuses))
+        name = re.search(r"downstream_\w+", request.query["filter"])[0]
+        ours, front = (1, self.active) if name.endswith("active") else (len(self.asked), self.totals)
+        return web.Response(
+            text=f"http.admin.{name}: {ours}\nhttp.front.{name}: {_next(front)}\nhttp.internal.{name}: 0\n"
+        )
+
+    async def listen_on_tcp(self) -> int:
+        """Returns the port."""
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return int(self.runner.addresses[-1][1])
+
+
+def _next(answers: list[int]) -> int:
+    """The last one again and again."""
+    return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+@pytest.fixture
+async def fake_envoy(launcher: Launcher) -> AsyncIterator[FakeEnvoy]:
+    """On the launcher's admin socket."""
+    fake = FakeEnvoy()
+    await fake.runner.setup()
+    await web.UnixSite(fake.runner, str(launcher._admin_socket)).start()
+    yield fake
+    await fake.runner.cleanup()
 
 
 async def finish(task: asyncio.Task[Any]) -> None:
@@ -188,9 +237,10 @@ def test_where_the_kernel_cannot_help_children_are_not_armed(monkeypatch: pytest
 async def test_a_child_gets_its_environment_on_top_of_ours(house: House) -> None:
     """The allocator's settings reach the decision process."""
     child = house.child("decider", **ALLOCATOR)
-    await child.start()
+    running = asyncio.create_task(child.run())
     assert await house.up() == f"decider {16 * 1024 * 1024}"
     await child.stop()
+    assert await running == 0
     assert house.notes() == ["decider up", "decider down"]
 
 
@@ -198,10 +248,10 @@ async def test_a_child_that_does_not_listen_is_killed(house: House, monkeypatch:
     """After a while; nothing is left behind."""
     monkeypatch.setattr(module, "_KILL_AFTER_S", 0.01)
     child = house.child("deaf", first=DEAF)
-    process = await child.start()
+    running = asyncio.create_task(child.run())
     await house.up()
     await child.stop()
-    assert process.returncode == -signal.SIGKILL
+    assert await running == -signal.SIGKILL
 
 
 async def test_stopping_what_does_not_run_is_nothing(house: House) -> None:
@@ -209,10 +259,37 @@ async def test_stopping_what_does_not_run_is_nothing(house: House) -> None:
     never = house.child("never")
     await never.stop()
     gone = _Child("gone", [sys.executable, "-I", "-S", "-c", FAILS])
-    process = await gone.start()
-    await process.wait()
+    assert await gone.run() == 3
     await gone.stop()
-    assert process.returncode == 3
+
+
+async def test_a_child_stopped_while_it_starts_does_not_stay(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop waits for the start, which else would leave a process that nobody knows."""
+    child = house.child("late")
+    begun, go = asyncio.Event(), asyncio.Event()
+    real = asyncio.create_subprocess_exec
+
+    async def slow(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        begun.set()
+        await go.wait()
+        return await real(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    running = asyncio.create_task(child.run())
+    await begun.wait()
+    stopping = asyncio.create_task(child.stop())
+    await asyncio.sleep(0)
+    go.set()
+    await finish(stopping)
+    assert await asyncio.wait_for(running, HANG_S) is not None
+
+
+async def test_a_stopped_child_is_not_started(house: House) -> None:
+    """A keeper that comes late finds the door closed."""
+    child = house.child("late")
+    await child.stop()
+    assert await child.run() is None
+    assert child.process is None
 
 
 # -- keeping
@@ -223,6 +300,30 @@ async def test_a_child_whose_first_start_fails_ends_it_all(launcher: Launcher) -
     with pytest.raises(ChildFailed) as caught:
         await asyncio.wait_for(launcher._keep(_Child("envoy", [sys.executable, "-I", "-S", "-c", FAILS])), HANG_S)
     assert str(caught.value) == "envoy did not start (exit code 3); its log says why"
+
+
+async def test_what_cannot_be_executed_is_a_failed_start(launcher: Launcher) -> None:
+    """With an exit code as from a shell."""
+    with pytest.raises(ChildFailed, match=r"envoy did not start \(exit code 126\)"):
+        await asyncio.wait_for(launcher._keep(_Child("envoy", ["/nowhere/envoy"])), HANG_S)
+
+
+async def test_a_child_that_falls_for_days_is_still_started_again(
+    house: House, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause stays at its longest, however many falls there were."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        launcher._stopping.set()
+
+    monkeypatch.setattr(launcher, "_pause", pause)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.1)
+    child = house.child("decider", "sys.exit(1)")
+    child.falls = 5_000
+    await asyncio.wait_for(launcher._keep(child), HANG_S)
+    assert pauses == [5.0]
 
 
 @pytest.mark.parametrize("does", [FALLS_ONCE, KILLED_ONCE], ids=["ends", "is killed"])
@@ -259,9 +360,16 @@ async def test_nothing_is_started_again_while_stopping(
     async def pause(_seconds: float) -> None:
         launcher._stopping.set()
 
-    monkeypatch.setattr(asyncio, "sleep", pause)
+    monkeypatch.setattr(launcher, "_pause", pause)
     await asyncio.wait_for(launcher._keep(house.child("decider", "sys.exit(0)")), HANG_S)
     assert house.notes() == ["decider up"]
+
+
+async def test_the_end_does_not_wait_for_a_pause(launcher: Launcher) -> None:
+    """However long it would be."""
+    pausing = asyncio.create_task(launcher._pause(HANG_S * 60))
+    launcher._stopping.set()
+    await finish(pausing)
 
 
 # -- the whole
@@ -269,7 +377,9 @@ async def test_nothing_is_started_again_while_stopping(
 
 def test_the_children_are_serve_and_envoy(launcher: Launcher) -> None:
     """With the config, the allocator's settings, and as many workers as asked for."""
-    assert launcher._serve.command[-2:] == ["serve", "/etc/pointsman.yaml"]
+    last_good = str(launcher._run / "last-good.json")
+    assert load(Path(last_good)) == launcher._config
+    assert launcher._serve.command[-4:] == ["serve", "/etc/pointsman.yaml", "--last-good", last_good]
     assert launcher._serve.environment == ALLOCATOR
     assert launcher._envoy.command[:3] == ["/nowhere/envoy", "-c", str(launcher._run / "envoy.yaml")]
     assert launcher._envoy.command[-2:] == ["--concurrency", "2"]
@@ -297,43 +407,125 @@ async def test_a_failed_start_stops_the_other_child(house: House, launcher: Laun
     assert not launcher._run.exists()
 
 
-async def test_it_says_when_requests_can_be_served(launcher: Launcher) -> None:
-    """With the address to use."""
-    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+async def test_it_says_when_requests_can_be_served(launcher: Launcher, fake_envoy: FakeEnvoy) -> None:
+    """With the address to use, and not before the models are listed through it: a listening socket is not enough."""
+    fake_envoy.statuses = [503, 503, 200]
+    port = await fake_envoy.listen_on_tcp()
     text = f"listen: {{http: '127.0.0.1:{port}'}}\npools: [{{name: p, models: [m], endpoints: {{static: []}}}}]"
     launcher._config = parse(text)
     with capture_logs() as logs:
         await asyncio.wait_for(launcher._announce(), HANG_S)
-    server.close()
     assert [entry["url"] for entry in logs if entry["event"] == "ready"] == [f"http://127.0.0.1:{port}/v1"]
+    assert fake_envoy.asked == ["GET /v1/models"] * 3
 
 
-async def test_envoy_is_drained_until_no_request_is_active(launcher: Launcher) -> None:
+async def test_envoy_is_drained_until_no_request_is_active(launcher: Launcher, fake_envoy: FakeEnvoy) -> None:
     """New connections are refused first; the admin listener, which counts our own asking, is left out."""
-    asked: list[str] = []
-    active = [2, 1, 0]
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(f"{request.method} {request.path}")
-        if request.path != "/stats":
-            return web.Response(text="OK\n")
-        count = active.pop(0)
-        return web.Response(
-            text=f"http.admin.downstream_rq_active: 1\nhttp.front.downstream_rq_active: {count}\n"
-            "http.internal.downstream_rq_active: 0\n"
-        )
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(launcher._admin_socket)).start()
+    fake_envoy.active = [2, 1, 0]
     await asyncio.wait_for(launcher._drain_envoy(), HANG_S)
-    await runner.cleanup()
-    assert asked == ["POST /drain_listeners"] + ["GET /stats"] * 3
+    assert fake_envoy.asked == ["POST /drain_listeners", "POST /healthcheck/fail", *["GET /stats"] * 6]
+
+
+async def test_the_drain_goes_on_while_requests_come_on_open_connections(
+    launcher: Launcher, fake_envoy: FakeEnvoy
+) -> None:
+    """None active at the moment of looking is not the end: the count of all must stand still as well."""
+    fake_envoy.totals = [7, 8, 9, 9]
+    await asyncio.wait_for(launcher._drain_envoy(), HANG_S)
+    assert fake_envoy.totals == [9]
+    assert fake_envoy.asked.count("GET /stats") == 2 * 4
+
+
+async def test_the_drain_ends_at_the_grace(
+    launcher: Launcher, fake_envoy: FakeEnvoy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests still run."""
+    monkeypatch.setattr(module, "_KILL_AFTER_S", 0.3)
+    fake_envoy.active = [1]
+    await asyncio.wait_for(launcher._drain_envoy(), HANG_S)
+    assert fake_envoy.asked[0] == "POST /drain_listeners"
 
 
 async def test_an_envoy_that_is_gone_needs_no_draining(launcher: Launcher) -> None:
     """No socket, no error."""
     await asyncio.wait_for(launcher._drain_envoy(), HANG_S)
+
+
+# -- the run folder
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where run folders are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _dead_pid() -> int:
+    """The id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def test_the_last_good_config_is_loaded_as_it_was(tmp_path: Path) -> None:
+    """Whatever the numbers and names; files it names are still those beside the operator's file."""
+    theirs, ours = tmp_path / "etc" / "pointsman.yaml", tmp_path / "run" / "last-good.json"
+    theirs.parent.mkdir()
+    ours.parent.mkdir()
+    theirs.write_text("""
+wire: {access_log_timeout_s: .inf}
+pools:
+  - {name: one, models: ["größe/\\u0085 1e5", '1.0'], endpoints: {file: list.json}, bytes_per_token: 1.0e-7}
+  - {name: two, models: [m], aliases: {"no": m}, endpoints: {static: []}, policy: {scorers: [{name: kv_usage}]}}
+""")
+    write_last_good(ours, load(theirs))
+    assert load(ours) == load(theirs)
+    assert load(ours).pools[0].endpoints.file == theirs.with_name("list.json")
+    assert list(ours.parent.iterdir()) == [ours]
+
+
+def test_what_a_killed_launcher_left_is_removed(temporary: Path) -> None:
+    """Its socket and files with it; another process's by the id, another container's by the lock that nobody holds."""
+    for pid in (_dead_pid(), os.getpid()):
+        folder = temporary / f"pointsman-{pid}-ab_cd123"
+        folder.mkdir()
+        (folder / "envoy.yaml").touch()
+    remove_stale_folders()
+    assert list(temporary.iterdir()) == []
+
+
+def test_only_what_is_surely_a_dead_launchers_is_removed(temporary: Path) -> None:
+    """Not a living process's, not a locked one, nothing of another name, nothing behind a link."""
+    dead = _dead_pid()
+    ours = RunFolder()
+    target = temporary / "elsewhere"
+    names = (
+        *(f"pointsman-{os.getppid()}-abcd1234", f"other-{dead}-abcd1234", f"pointsman-demo-{dead}-abcd1234"),
+        *(f"pointsman-{dead}", f"pointsman-{dead}-abcd.bak", f"pointsman-{'9' * 30}-abcd1234", target.name),
+    )
+    kept = [temporary / name for name in names]
+    for folder in kept:
+        folder.mkdir()
+    (target / "precious").touch()
+    link = temporary / f"pointsman-{dead}-linked"
+    link.symlink_to(target)
+    remove_stale_folders()
+    assert {*temporary.iterdir()} == {*kept, link, ours.path}
+    assert (target / "precious").exists()
+    ours.remove()
+    assert not ours.path.exists()
+
+
+def test_somebody_elses_folder_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is called."""
+    folder = temporary / f"pointsman-{_dead_pid()}-abcd1234"
+    folder.mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    remove_stale_folders()
+    assert folder.exists()
+
+
+def test_the_run_folder_carries_our_process_id(launcher: Launcher) -> None:
+    """For whoever looks into the folder for temporary files."""
+    assert launcher._run.name.startswith(f"pointsman-{os.getpid()}-")
