@@ -101,6 +101,7 @@ class Lifecycle:
         self._count(evidence)
         after, reason = self._next(evidence, now_s)
         if after is self.state:
+            self.reason = reason
             return False
         if after is State.STARTING:
             self.falls = 0  # taken in anew, by discovery or the operator
@@ -148,6 +149,12 @@ class Lifecycle:
     def _next_by_health(self, evidence: Evidence, now_s: float) -> tuple[State, str]:
         if evidence is Evidence.PROBE_OK and now_s >= self.rests_until_s:
             return State.READY, "answers its model list"
+        if self.state is State.STARTING and self.failed_probes:
+            refused = evidence is Evidence.PROBE_REFUSED
+            return (
+                State.STARTING,
+                "connection refused" if refused else f"{self.failed_probes} probes failed, no model list",
+            )
         if self.state is State.READY:
             if evidence is Evidence.PROBE_REFUSED:
                 return State.UNHEALTHY, "connection refused"

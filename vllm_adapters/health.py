@@ -15,6 +15,7 @@ MODELS_PATH = "/v1/models"
 
 class _Model(msgspec.Struct):
     id: str
+    owned_by: Any = None
     max_model_len: Any = None
 
 
@@ -30,6 +31,10 @@ class Listing:
     context_tokens: int | None
 
 
+OURSELVES = "pointsman"
+"""Who owns the models of a list that a Pointsman answers."""
+
+
 class NotAListing(Exception):
     """The answer is not a list of models."""
 
@@ -43,10 +48,12 @@ def parse_models(body: bytes) -> Listing:
         models = _decode(body).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotAListing(str(error)) from error
+    if any(model.owned_by == OURSELVES for model in models):
+        raise NotAListing("this is a Pointsman, not an engine: requests sent there would come back for ever")
     windows = [model.max_model_len for model in models if _is_window(model.max_model_len)]
     return Listing(frozenset(model.id for model in models), max(windows, default=None))
 
 
 def _is_window(value: object) -> bool:
     """A context length that makes sense: base models state one, adapters null."""
-    return isinstance(value, int) and 0 < value < 1 << 40
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40

@@ -24,7 +24,8 @@ _LINE = re.compile(
     rb"^(" + b"|".join(re.escape(name) for name in (*_NAMES, _CACHE_CONFIG)) + rb")(\{[^\n]*\})? ([^\s#]+)",
     re.MULTILINE,
 )
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_LABEL = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size)="([^"]{0,40})"')
+"""Only the labels that are read, anchored: a general pattern takes minutes over a page made to be slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def _capacity_tokens(labels: bytes) -> int:
         if fields.get(b"kv_cache_size_tokens", b"None") != b"None":
             tokens = int(fields[b"kv_cache_size_tokens"])
         else:
-            tokens = int(fields[b"num_gpu_blocks"]) * int(fields[b"block_size"])
+            blocks, block_tokens = int(fields[b"num_gpu_blocks"]), int(fields[b"block_size"])
+            tokens = blocks * block_tokens if blocks > 0 else 0
     except (KeyError, ValueError):
         return 0
     return tokens if 0 < tokens <= _LARGEST_CAPACITY_TOKENS else 0

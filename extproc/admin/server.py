@@ -159,14 +159,24 @@ async def _live(_request: web.Request) -> web.Response:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error is JSON, as everywhere else."""
+    """Every error is JSON, as everywhere else; and no page of another origin may have an operator's browser ask."""
     try:
-        return await handler(request)
+        return _forbidden() if _foreign(request) else await handler(request)
     except web.HTTPException as error:
         return _json({"error": {"message": error.reason, "code": error.status}}, error.status)
     except Exception:
         log.exception("admin request failed", path=request.path)
         return _json({"error": {"message": "internal error", "code": 500}}, 500)
+
+
+def _forbidden() -> web.Response:
+    return _json({"error": {"message": "requests of other origins are not answered", "code": 403}}, 403)
+
+
+def _foreign(request: web.Request) -> bool:
+    """A browser sends this for a page that is not ours; loopback does not keep such pages away."""
+    origin = request.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != request.host
 
 
 def _json(document: Any, status: int = 200) -> web.Response:  # noqa: ANN401 - whatever JSON can hold

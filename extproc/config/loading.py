@@ -7,10 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from extproc.config.schema import Config, Policy
+from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
 class ConfigError(Exception):
@@ -30,8 +30,8 @@ def load(path: Path) -> Config:
 def parse(text: str, *, source: str = "config") -> Config:
     """Validate YAML text. Raises ConfigError."""
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        document = parse_yaml(text)
+    except BadYaml as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: expected a mapping with `pools:` at the top, found {type(document).__name__}")
@@ -57,7 +57,7 @@ def policy_of(policy: str | Policy) -> Policy:
 def _presets() -> dict[str, Policy]:
     folder = resources.files("extproc.config").joinpath("presets")
     return {
-        file.name.removesuffix(".yaml"): Policy.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        file.name.removesuffix(".yaml"): Policy.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
         for file in sorted(folder.iterdir(), key=lambda file: file.name)
         if file.name.endswith(".yaml")
     }

@@ -14,15 +14,13 @@ from typing import Protocol, TypeVar
 
 import structlog
 import watchfiles
-import yaml
 
 from extproc.config.schema import Pool, check_address
+from extproc.config.yaml_text import BadYaml, parse_yaml
 
 log = structlog.get_logger(__name__)
 
 _Parsed = TypeVar("_Parsed")
-_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The same language ten times as fast, where PyYAML was built with libyaml."""
 
 
 class DiscoveryEvents(Protocol):
@@ -41,8 +39,8 @@ def parse_endpoints(text: str | None) -> list[str]:
     if text is None:
         raise BadEndpoints("cannot be read")
     try:
-        document = yaml.load(text, _YamlLoader)  # noqa: S506 - either is the safe one
-    except (yaml.YAMLError, RecursionError) as error:
+        document = parse_yaml(text)
+    except BadYaml as error:
         raise BadEndpoints(f"not YAML or JSON: {error}") from error
     if isinstance(document, dict):
         document = document.get("endpoints")

@@ -60,17 +60,24 @@ def block_tokens(
 def _cumulative_with_images(
     ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
 ) -> list[int]:
+    """Tokens up to each block's end, in one walk over blocks and images: a prompt may have a million images."""
     text_bytes = max(1, prompt_bytes - sum(end - start for start, end in images))
     tokens_per_text_byte = (tokens - len(images) * tokens_per_image) / text_bytes
     cumulative = []
+    passed, passed_bytes = 0, 0  # images that ended before this block's end, and their bytes
     for block_end in ends:
-        image_bytes = 0
-        image_tokens = 0.0
-        for start, end in images:
-            if start >= block_end:
-                break
-            covered = min(end, block_end) - start
-            image_bytes += covered
-            image_tokens += tokens_per_image * covered / (end - start)
-        cumulative.append(int((block_end - image_bytes) * tokens_per_text_byte + image_tokens))
+        while passed < len(images) and images[passed][1] <= block_end:
+            passed_bytes += images[passed][1] - images[passed][0]
+            passed += 1
+        started, share = _begun(images, passed, block_end)
+        text = block_end - passed_bytes - started
+        cumulative.append(int(text * tokens_per_text_byte + (passed + share) * tokens_per_image))
     return cumulative
+
+
+def _begun(images: Sequence[Span], position: int, block_end: int) -> tuple[int, float]:
+    """(bytes, share) of the image that the block's end cuts through, if it does."""
+    if position == len(images) or images[position][0] >= block_end:
+        return 0, 0.0
+    start, end = images[position]
+    return block_end - start, (block_end - start) / (end - start)

@@ -87,6 +87,6 @@ class AccessLog:
             return "joined"
         if entry.address is not None:
             return "unknown"
-        if entry.status and not entry.details.startswith(OWN_DETAILS):
+        if 100 <= entry.status < 600 and not entry.details.startswith(OWN_DETAILS):
             self._events.answered_by_envoy(entry.status)
         return "unrouted"

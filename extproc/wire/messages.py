@@ -222,6 +222,7 @@ def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     response.CopyFrom(_route_template(phase, route.cluster, route.headers, route.model))
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
     _set_destination(response, common, route.addresses, route.request_id)
+    common.header_mutation.remove_headers.extend(route.remove_headers)
     if route.splices and phase is Phase.REQUEST_BODY:
         edited = apply(body, route.splices)
         common.body_mutation.body = edited
@@ -238,6 +239,7 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
     response = ext_proc.ProcessingResponse()
     response.CopyFrom(_route_template(Phase.REQUEST_HEADERS, route.cluster, route.headers, route.model))
     _set_destination(response, response.request_headers.response, route.addresses, route.request_id)
+    response.request_headers.response.header_mutation.remove_headers.extend(route.remove_headers)
     fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
     fields["request_id"].string_value = route.request_id
     edited = apply(body, route.splices) if route.splices else body
@@ -300,6 +302,8 @@ def _render_answer(answer: Answer, request_id: str) -> bytes:
 
 _UPSTREAM_TYPES = (accesslog_pb2.UpstreamPoolReady, accesslog_pb2.UpstreamPeriodic, accesslog_pb2.UpstreamEnd)
 _FINAL_TYPES = (accesslog_pb2.DownstreamEnd, accesslog_pb2.NotSet)
+_CLIENT_LEFT = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+"""Flags that mean the client ended it; what happens to the endpoint's connection then is not the endpoint's doing."""
 _ENDPOINT_FAILED = frozenset(
     {
         "upstream_connection_failure",
@@ -359,9 +363,14 @@ def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:
 
 
 def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
+    failed = None
     for name in _flags(entry.common_properties):
+        if name in _CLIENT_LEFT:
+            return None
         if name in _ENDPOINT_FAILED:
-            return name
+            failed = name
+    if failed is not None:
+        return failed
     status = entry.response.response_code.value
     return f"status_{status}" if status >= 500 else None
 

@@ -221,8 +221,9 @@ class HeldStream:
         request = client.build_request("POST", f"{system.url}/v1/chat/completions", json=body, headers=held(2))
         self.answer = client.send(request, stream=True)
         assert self.answer.status_code == 200
-        self.endpoint: str = self.answer.headers["x-pointsman-endpoint"]
-        self.request_id: str = self.answer.headers["x-pointsman-request-id"]
+        # Set by our own Envoy; a foreign gateway shows neither.
+        self.endpoint: str = self.answer.headers.get("x-pointsman-endpoint", "")
+        self.request_id: str = self.answer.headers.get("x-pointsman-request-id", "")
         self._chunks = self.answer.iter_raw()
         self._first = next(self._chunks)
 

@@ -315,3 +315,13 @@ def test_in_no_history_is_a_rest_cut_short_or_drawn_out(
         if before is UNHEALTHY and seen is Evidence.PROBE_OK and not changed:
             assert not restarted
             assert now_s < fell_at_s + LONGEST_COOLDOWN_S
+
+
+def test_an_endpoint_that_never_was_ready_says_why() -> None:
+    """Not "not probed yet" for ever: the operator reads what the probes find."""
+    lifecycle = Lifecycle(Thresholds())
+    lifecycle.observe(Evidence.PROBE_FAILED, 1.0)
+    lifecycle.observe(Evidence.PROBE_FAILED, 2.0)
+    assert (lifecycle.state, lifecycle.reason) == (State.STARTING, "2 probes failed, no model list")
+    lifecycle.observe(Evidence.PROBE_REFUSED, 3.0)
+    assert (lifecycle.state, lifecycle.reason, lifecycle.since_s) == (State.STARTING, "connection refused", 0.0)

@@ -82,3 +82,14 @@ def test_no_answer_raises_anything_else(body: bytes) -> None:
     """Whatever an endpoint serves there."""
     with contextlib.suppress(NotAListing):
         assert isinstance(parse_models(body), Listing)
+
+
+def test_a_pointsman_is_no_engine() -> None:
+    """An endpoint that is our own gateway would send every request round in a loop."""
+    with pytest.raises(NotAListing, match="for ever"):
+        parse_models(b'{"data":[{"id":"m","owned_by":"pointsman"}]}')
+
+
+def test_true_is_no_context_length() -> None:
+    """In Python a bool is an int; a window of one token would refuse every prompt."""
+    assert parse_models(b'{"data":[{"id":"m","max_model_len":true}]}').context_tokens is None

@@ -158,3 +158,23 @@ def test_figures_too_large_to_be_summed_are_not_believed() -> None:
     """Each line is finite; the sum of two would not be."""
     figures = parse_metrics(LINES + b"vllm:num_requests_running 1.7e308\n" * 2)
     assert figures.running == parse_metrics(LINES).running
+
+
+def test_labels_without_end_are_read_in_one_go() -> None:
+    """A page made to be slow: 2 MB of word characters where labels should be. A general pattern would not end."""
+    page = (
+        b"vllm:num_requests_running 1\nvllm:num_requests_waiting 2\nvllm:cache_config_info{"
+        + b"a" * 2_000_000
+        + b"} 1\n"
+    )
+    figures = parse_metrics(page)
+    assert (figures.running, figures.waiting, figures.kv_capacity_tokens) == (1, 2, None)
+
+
+def test_two_negatives_make_no_capacity() -> None:
+    """Their product would look like one."""
+    page = (
+        b"vllm:num_requests_running 1\nvllm:num_requests_waiting 2\n"
+        b'vllm:cache_config_info{block_size="-16",num_gpu_blocks="-5"} 1\n'
+    )
+    assert parse_metrics(page).kv_capacity_tokens is None

@@ -278,3 +278,14 @@ async def test_after_stopping_nobody_listens(house: House) -> None:
         await house.ask("GET", "/livez")
     with pytest.raises(aiohttp.ClientConnectorError):
         await house.page("/metrics")
+
+
+async def test_a_page_of_another_origin_is_refused(house: House) -> None:
+    """A browser on the operator's machine reaches loopback; pages that are not ours must not drain anything."""
+    url = f"http://{house.admin}"
+    async with aiohttp.ClientSession() as browser:
+        drain = f"{url}/v1/endpoints/10.0.0.1:80:drain"
+        async with browser.post(drain, headers={"origin": "http://evil.example"}) as response:
+            assert (response.status, response.content_type) == (403, "application/json")
+        async with browser.get(f"{url}/livez", headers={"origin": url}) as response:
+            assert response.status == 200

@@ -110,7 +110,7 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
         ),
         (
             pool("policy: {filters: [nope]}"),
-            "f.yaml: pools[0].policy: unknown filter 'nope'; there are: context, excluded, model, ready",
+            "f.yaml: pools[0].policy: unknown filter 'nope'; there are: context, excluded, model, ready, subset",
         ),
         (
             pool("policy: {kind: nope}"),

@@ -138,3 +138,44 @@ def test_blocks_never_hold_more_tokens_than_the_prompt(prompt: bytes, per_image:
     assert sum(per_block) <= tokens
     if ends and ends[-1] == len(prompt):
         assert tokens - sum(per_block) <= 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 900)), max_size=12),
+    st.integers(0, 400),
+    st.integers(1, 2_000),
+)
+def test_many_images_are_shared_out_as_if_each_block_looked_at_all(
+    gaps: list[tuple[int, int]], tail: int, per_image: int
+) -> None:
+    """The walk over blocks and images together gives what looking at every image for every block would."""
+    images, position = [], 0
+    for gap, size in gaps:
+        images.append((position + gap, position + gap + size))
+        position += gap + size
+    length = position + tail
+    ends = list(range(256, length + 1, 256))
+    tokens = len(images) * per_image + 100
+    rate = 100 / max(1, length - sum(end - start for start, end in images))
+    cumulative = [0]
+    for block_end in ends:
+        covered = [(max(0, min(end, block_end) - start), end - start) for start, end in images]
+        text = block_end - sum(part for part, _ in covered)
+        cumulative.append(text * rate + sum(per_image * part / whole for part, whole in covered))
+    found = block_tokens(ends, length, tokens, images, per_image)
+    if not images:
+        return
+    total = 0
+    for tokens_here, expected in zip(found, cumulative[1:], strict=True):
+        total += tokens_here
+        assert abs(total - expected) <= 1
+
+
+def test_a_million_image_marks_are_one_walk() -> None:
+    """8 MB of tiny data URLs: the work is one step per block and image, not their product (which would not end)."""
+    prompt = b"[" + b'"data:a/b;base64,",' * 420_000 + b"1]"
+    images = image_spans(prompt)
+    _, ends = block_hashes(prompt, 0)
+    assert len(images) == 420_000
+    assert sum(block_tokens(ends, len(prompt), 420_000 * 2, images, 2)) <= 420_000 * 2
