@@ -18,15 +18,27 @@ from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.reply import Answer, Pending, Reply, Route, refuse
-from extproc.request.parsing import Parsed, model_splice, parse_body, to_request
-from extproc.request.splice import Splice
+from extproc.request.apis import (
+    BY_PATH,
+    OTHER,
+    Api,
+    ModelIn,
+    by_path,
+    canonical,
+    guess,
+    is_engine_admin,
+    is_multipart,
+    path_of,
+    without_path,
+)
+from extproc.request.encodings import SUPPORTED
+from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, too_large, unknown_path
+from extproc.request.stored import Made, StoredResponses
 from policies.placement.placement import Placement, Unplaceable
-from policies.types import Decision, InferenceRequest, Kind, Reason, Refusal
+from policies.types import Decision, InferenceRequest, Reason, Refusal
 
 log = structlog.get_logger(__name__)
 
-_KINDS = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
-_MODELS = "/v1/models"
 _INVALID = "invalid_request_error"
 _RETRY_AFTER_S = 1
 """An endpoint is back within a second of answering, so that is when trying again makes sense."""
@@ -73,6 +85,7 @@ class Pipeline:
         self._fleet = fleet
         self._flights = flights
         self._decisions = decisions
+        self._stored = StoredResponses()
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
@@ -104,65 +117,49 @@ class Pipeline:
         return self._refuse(flight, headers, outcome) if isinstance(outcome, Refusal) else outcome
 
     def _refuse(self, flight: Flight, headers: Mapping[str, str], refusal: Refusal) -> Answer:
+        path = path_of(headers)
+        api = by_path(path)
         self._events.refused_with(refusal.reason, refusal.status)
-        self._decisions.add_refusal(self._wall_clock(), flight.request_id, _path(headers), refusal)
-        return refuse(refusal)
+        self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal)
+        return refuse(refusal, anthropic=api is not None and api.anthropic)
 
     def _decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Refusal:
         generation = self.generation
         refusal = self._judge_headers(generation, headers)
         if refusal is not None:
             return refusal
-        kind = _KINDS.get(_path(headers))
-        if kind is None:
+        if len(body) > generation.config.limits.request_body_bytes:
+            return too_large(generation)
+        api = _api(headers) or (guess(headers, body) if without_path(headers) else OTHER)
+        if api.model_in is ModelIn.NOWHERE:
             self._events.answered("models")
             return Answer(200, generation.models_body, reason="models")
-        if len(body) > generation.config.limits.request_body_bytes:
-            return _too_large(generation)
         began = perf_counter()
-        found = self._understand(generation, kind, headers, body)
-        if isinstance(found, Refusal):
-            return found
-        target, request, splices = found
-        request.subset = flight.subset
+        plan = make_plan(generation, self._stored, Incoming(api, headers, body, flight.request_id))
+        if isinstance(plan, Refusal):
+            return plan
+        plan.request.subset = _both(flight.subset, plan.request.subset)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        return self._place(flight, target, request, splices, parsed_at)
+        return self._place(generation, flight, plan, parsed_at)
 
     def _judge_headers(self, generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
         """Refusals that need no look into the body."""
-        path, method = _path(headers), headers.get(":method", "")
-        if path not in _KINDS:
-            return _judge_without_engine(method, path)
-        if method != "POST":
-            return _method_not_allowed(method, path)
+        refusal = None if without_path(headers) else _judge_path(generation, headers)
+        api = _api(headers)
+        if refusal is not None or (api is not None and api.model_in is ModelIn.NOWHERE):
+            return refusal
         if self.draining:
             return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=_RETRY_AFTER_S)
         if self._flights.full:
             return _too_many_requests()
         if _declared_bytes(headers) > generation.config.limits.request_body_bytes:
-            return _too_large(generation)
-        encoding = headers.get("content-encoding", "identity").strip().lower()
-        return None if encoding in {"", "identity"} else _unsupported_encoding(encoding)
+            return too_large(generation)
+        return None if api is None else _judge_content(api, headers)
 
-    def _understand(
-        self, generation: Generation, kind: Kind, headers: Mapping[str, str], body: bytes
-    ) -> tuple[Target, InferenceRequest, tuple[Splice, ...]] | Refusal:
-        """Where the request leads, what it asks, and how its body must be edited for that."""
-        parsed = parse_body(kind, body)
-        if isinstance(parsed, Refusal):
-            return parsed
-        target = generation.targets.get(parsed.model)
-        if target is None:
-            return _unknown_model(parsed)
-        session = headers.get("x-pointsman-session") or headers.get("x-session-id")
-        splices = () if target.model == parsed.model else (model_splice(body, parsed, target.model),)
-        return target, to_request(parsed, target.model, target.rates, session_key=session), splices
-
-    def _place(
-        self, flight: Flight, target: Target, request: InferenceRequest, splices: tuple[Splice, ...], began: float
-    ) -> Route | Refusal:
+    def _place(self, generation: Generation, flight: Flight, plan: Plan, began: float) -> Route | Refusal:
         """Choose and commit, with nothing in between."""
+        target, request = plan.target, plan.request
         placement = self._fleet.placements[target.pool.name]
         now_s = self._clock()
         decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
@@ -171,6 +168,9 @@ class Pipeline:
         if isinstance(decision, Unplaceable):
             return _no_ready_endpoint(target, decision)
         flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
+        if plan.response_id is not None:
+            most = generation.config.limits.stored_responses
+            self._stored.remember(plan.response_id, Made(flight, request.model), most)
         self._note(flight, request, decision)
         self._commit_s(perf_counter() - chosen_at)
         return Route(
@@ -179,8 +179,9 @@ class Pipeline:
             flight.request_id,
             request.model,
             target.headers,
-            splices,
+            plan.splices,
             target.list_for_all,
+            plan.remove_headers,
         )
 
     def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:
@@ -198,13 +199,13 @@ class Pipeline:
     def explain(self, path: str, body: bytes) -> dict[str, Any]:
         """Where this body would go now and why; `error` says why it would be refused."""
         generation = self.generation
-        kind = _KINDS.get(path)
-        if kind is None:
-            return {"error": f"not a routed path: {path}; there are: {', '.join(_KINDS)}"}
-        found = self._understand(generation, kind, {}, body)
-        if isinstance(found, Refusal):
-            return {"error": found.message, "status": found.status, "reason": found.reason}
-        target, request, _ = found
+        api = by_path(path)
+        if api is None or api.model_in is not ModelIn.JSON:
+            return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
+        plan = make_plan(generation, self._stored, Incoming(api, {}, body, ""))
+        if isinstance(plan, Refusal):
+            return {"error": plan.message, "status": plan.status, "reason": plan.reason}
+        target, request = plan.target, plan.request
         placement: Placement = self._fleet.placements[target.pool.name]
         rng = Random(0)  # its own, so that asking does not change what live requests draw
         decision = placement.choose(request, self._fleet.state, self._clock(), rng, length=target.list_length)
@@ -214,9 +215,18 @@ class Pipeline:
         return {**asked, **explain(decision)}
 
 
-def _path(headers: Mapping[str, str]) -> str:
-    """Without the query: some clients put their key there."""
-    return headers.get(":path", "").partition("?")[0]
+_EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
+
+
+def _api(headers: Mapping[str, str]) -> Api | None:
+    return by_path(path_of(headers))
+
+
+def _both(allowed: tuple[str, ...] | None, wanted: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The addresses that the gateway allows and the request needs; None for no constraint."""
+    if allowed is None or wanted is None:
+        return allowed if wanted is None else wanted
+    return tuple(address for address in wanted if address in allowed or address.rpartition(":")[0] in allowed)
 
 
 _LONGEST_LENGTH = 15
@@ -230,16 +240,28 @@ def _declared_bytes(headers: Mapping[str, str]) -> float:
     return int(length) if len(length) <= _LONGEST_LENGTH else float("inf")
 
 
-def _judge_without_engine(method: str, path: str) -> Refusal | None:
-    """Only the model list is answered without an engine."""
-    if path.rstrip("/") != _MODELS:
-        return Refusal(404, _INVALID, f"no such path: {path[:200]}", Reason.UNKNOWN_PATH)
-    return None if method in {"GET", "HEAD"} else _method_not_allowed(method, _MODELS)
+def _judge_path(generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
+    path, method = path_of(headers), headers.get(":method", "")
+    api = by_path(path)
+    if api is not None:
+        return None if method in api.methods else _method_not_allowed(method, path)
+    meant = canonical(path)
+    if is_engine_admin(meant) and not generation.config.routing.allow_engine_admin:
+        return _engine_admin(path)
+    return unknown_path(path) if generation.target_of_path(meant) is None else None
 
 
-def _too_large(generation: Generation) -> Refusal:
-    limit = generation.config.limits.request_body_bytes
-    return Refusal(413, _INVALID, f"the body is larger than {limit} bytes", Reason.BODY_TOO_LARGE)
+def _judge_content(api: Api, headers: Mapping[str, str]) -> Refusal | None:
+    """Bodies that cannot be read, by what their headers say of them."""
+    encoding = encoding_of(headers)
+    if encoding and encoding not in SUPPORTED:
+        return _unsupported_encoding(encoding)
+    if is_multipart(headers) != (api.model_in is ModelIn.FORM) and api.model_in in _WITH_BODIES:
+        return _unsupported_content_type(api)
+    return None
+
+
+_WITH_BODIES = {ModelIn.JSON: "application/json", ModelIn.FORM: "multipart/form-data"}
 
 
 def _too_many_requests() -> Refusal:
@@ -248,17 +270,22 @@ def _too_many_requests() -> Refusal:
 
 
 def _unsupported_encoding(encoding: str) -> Refusal:
-    message = f"content-encoding {encoding[:40]!r} is not supported; send the body as it is"
+    message = f"content-encoding {encoding[:40]!r} is not supported; send the body as it is, or as gzip or deflate"
     return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_ENCODING)
+
+
+def _unsupported_content_type(api: Api) -> Refusal:
+    message = f"send the body as {_WITH_BODIES[api.model_in]}"
+    return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_CONTENT_TYPE)
+
+
+def _engine_admin(path: str) -> Refusal:
+    message = f"{path[:200]} belongs to the engines' own administration, which is not reachable through this gateway"
+    return Refusal(404, _INVALID, message, Reason.ENGINE_ADMIN)
 
 
 def _method_not_allowed(method: str, path: str) -> Refusal:
     return Refusal(405, _INVALID, f"{method} is not allowed on {path[:200]}", Reason.METHOD_NOT_ALLOWED)
-
-
-def _unknown_model(parsed: Parsed) -> Refusal:
-    message = f"The model `{parsed.model[:200]}` does not exist or is not served here"
-    return Refusal(404, _INVALID, message, Reason.UNKNOWN_MODEL, "model")
 
 
 def _no_ready_endpoint(target: Target, nowhere: Unplaceable) -> Refusal:

@@ -24,8 +24,9 @@ _JSON = ("content-type", "application/json")
 class Route:
     """Send the request to `cluster`, to the first of `addresses` that Envoy can reach.
 
-    `headers` are set on the request to the engine. `splices` edit the body. `request_id` joins the access log to us.
-    `list_for_all`: the operator says that every caller understands a list of addresses.
+    `headers` are set on the request to the engine, `remove_headers` taken from it. `splices` edit the body.
+    `request_id` joins the access log to us. `list_for_all`: the operator says that every caller understands a list of
+    addresses.
     """
 
     cluster: str
@@ -35,6 +36,7 @@ class Route:
     headers: Headers = ()
     splices: tuple[Splice, ...] = ()
     list_for_all: bool = False
+    remove_headers: tuple[str, ...] = ()
 
     def for_one_address_callers(self) -> Route:
         """The route for callers of whom only some understand a list: the first address alone, unless told otherwise."""
@@ -61,21 +63,41 @@ class Pending:
     ready: asyncio.Future[Reply]
 
 
-def refuse(refusal: Refusal) -> Answer:
-    """A refusal as the client sees it: OpenAI's error object, and Retry-After where waiting helps."""
+def refuse(refusal: Refusal, *, anthropic: bool = False) -> Answer:
+    """A refusal as the client sees it: OpenAI's error object or Anthropic's, and Retry-After where waiting helps."""
+    error = _anthropic_error(refusal) if anthropic else _openai_error(refusal)
+    headers: Headers = (_JSON,)
+    if refusal.retry_after_s is not None:
+        headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
+    return Answer(refusal.status, msgspec.json.encode(error), headers, refusal.reason)
+
+
+def _openai_error(refusal: Refusal) -> dict[str, object]:
     error = {
         "message": refusal.message,
         "type": refusal.type,
         "param": refusal.param,
         "code": _CODES.get(refusal.reason, refusal.reason),
     }
-    headers: Headers = (_JSON,)
-    if refusal.retry_after_s is not None:
-        headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
-    return Answer(refusal.status, msgspec.json.encode({"error": error}), headers, refusal.reason)
+    return {"error": error}
+
+
+def _anthropic_error(refusal: Refusal) -> dict[str, object]:
+    kind = _ANTHROPIC_TYPES.get(refusal.status, "api_error" if refusal.status >= _SERVER_ERROR else refusal.type)
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
 _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
 }
 """Codes that OpenAI's clients know by name; elsewhere the code is our reason."""
+
+_SERVER_ERROR = 500
+_ANTHROPIC_TYPES = {
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types that Anthropic's clients know by name, by status."""

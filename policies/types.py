@@ -49,6 +49,17 @@ class Kind(StrEnum):
 
     CHAT = "chat"
     COMPLETION = "completion"
+    RESPONSE = "response"
+    MESSAGE = "message"
+    """Anthropic's API."""
+    EMBEDDING = "embedding"
+    RERANK = "rerank"
+    POOLING = "pooling"
+    TOKENIZE = "tokenize"
+    AUDIO = "audio"
+    REALTIME = "realtime"
+    OTHER = "other"
+    """Routed by its path alone."""
 
 
 class Reason(StrEnum):
@@ -58,10 +69,13 @@ class Reason(StrEnum):
     INVALID_REQUEST = "invalid_request"
     EMPTY_BODY = "empty_body"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
+    UNSUPPORTED_CONTENT_TYPE = "unsupported_content_type"
     UNSUPPORTED_BODY_MODE = "unsupported_body_mode"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNKNOWN_PATH = "unknown_path"
     UNKNOWN_MODEL = "unknown_model"
+    UNKNOWN_RESPONSE = "unknown_response"
+    ENGINE_ADMIN = "engine_admin"
     BODY_TOO_LARGE = "body_too_large"
     NO_READY_ENDPOINT = "no_ready_endpoint"
     TOO_MANY_REQUESTS = "too_many_requests"
@@ -85,10 +99,10 @@ class Refusal:
 class InferenceRequest:
     """One inference request as the policies see it.
 
-    `prompt` is the raw JSON of `tools`, then `messages` or `prompt`, never re-serialised. `model` is the name the
-    engines serve; `asked_model` the name the client sent (an alias, perhaps). `block_hashes[i]` names the prompt up
-    to the end of block i; `block_tokens[i]` is the estimate for that block alone. `subset`: the only addresses
-    allowed, as `IP:port` or `IP`; None allows all.
+    `prompt` is the raw JSON of the API's prompt fields (`tools`, then `messages`, say), never re-serialised.
+    `model` is the name the engines serve; `asked_model` the name the client sent (an alias, perhaps).
+    `block_hashes[i]` names the prompt up to the end of block i; `block_tokens[i]` is the estimate for that block alone.
+    `subset`: the only addresses allowed, as `IP:port` or `IP`; None allows all.
     """
 
     kind: Kind

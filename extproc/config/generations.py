@@ -19,6 +19,7 @@ from extproc.request.tokens import TokenRates
 from policies.placement.filters import FILTERS
 from policies.placement.policy import ConsistentHash, Policy, RoundRobin, Weighted, WeightedSpec
 from policies.placement.scorers import Windows
+from vllm_adapters.health import OURSELVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,18 @@ class Generation:
                 targets[name] = self._target(pool, model)
         return targets
 
+    @cached_property
+    def _rules(self) -> list[tuple[str, Target]]:
+        """Path rules, the longest first; a slash ends every prefix."""
+        pools = {pool.name: pool for pool in self.config.pools}
+        rules = [(f"{rule.prefix.rstrip('/')}/", pools[rule.pool]) for rule in self.config.routing.paths]
+        targets = [(prefix, self.targets[pool.models[0]]) for prefix, pool in rules]
+        return sorted(targets, key=lambda rule: -len(rule[0]))
+
+    def target_of_path(self, path: str) -> Target | None:
+        """Where a path rule leads a canonical path; to the pool's first model, for want of another."""
+        return next((target for prefix, target in self._rules if f"{path}/".startswith(prefix)), None)
+
     def _target(self, pool: Pool, model: str) -> Target:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
@@ -71,7 +84,7 @@ class Generation:
         """The answer to GET /v1/models: every model and alias, in OpenAI's form."""
         created = int(time.time())
         entries = [
-            {"id": name, "object": "model", "created": created, "owned_by": "pointsman", "root": target.model}
+            {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
             for name, target in self.targets.items()
         ]
         return msgspec.json.encode({"object": "list", "data": entries})

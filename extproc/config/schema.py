@@ -129,6 +129,21 @@ class Pool(Model):
         return self
 
 
+class PathRule(Model):
+    """Paths of no API we know that lead to a pool all the same."""
+
+    prefix: Annotated[str, StringConstraints(pattern=r"^/")] = Field(description="whole segments: /a is not /ab")
+    pool: Name
+
+
+class Routing(Model):
+    """Where requests go that do not say it themselves."""
+
+    default_model: str | None = Field(None, description="for requests that name no model")
+    paths: tuple[PathRule, ...] = ()
+    allow_engine_admin: bool = Field(False, description="let path rules lead to the engines' own administration")
+
+
 class Wire(Model):
     """How we talk to Envoy."""
 
@@ -188,6 +203,10 @@ class Limits(Model):
     open_requests: Positive = 100_000
     unsettled_requests: Positive = Field(100_000, description="finished requests waiting for their access-log entry")
     envoy_connections: Positive = Field(100_000, description="circuit breaker thresholds in generated Envoy config")
+    xds_streams: Positive = Field(
+        1_024, description="one per Envoy; one per Envoy and pool beside its own control plane"
+    )
+    stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 
 class Log(Model):
@@ -220,6 +239,7 @@ class Config(Model):
 
     listen: Listen = Listen()
     pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
+    routing: Routing = Routing()
     wire: Wire = Wire()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
@@ -234,6 +254,19 @@ class Config(Model):
         _refuse_twice("pool name", [pool.name for pool in self.pools])
         _refuse_twice("cluster", [pool.cluster_name for pool in self.pools])
         _refuse_twice("model or alias", [name for pool in self.pools for name in (*pool.models, *pool.aliases)])
+        return self
+
+    @model_validator(mode="after")
+    def _routing_leads_somewhere(self) -> Self:
+        routing, pools = self.routing, {pool.name for pool in self.pools}
+        for rule in routing.paths:
+            if rule.pool not in pools:
+                raise ValueError(
+                    f"routing.paths: {rule.prefix} leads to pool {rule.pool!r}; there are: {sorted(pools)}"
+                )
+        names = {name for pool in self.pools for name in (*pool.models, *pool.aliases)}
+        if routing.default_model is not None and routing.default_model not in names:
+            raise ValueError(f"routing.default_model is {routing.default_model!r}; there are: {sorted(names)}")
         return self
 
 

@@ -1,105 +1,160 @@
 """Request bytes -> InferenceRequest, or a Refusal that says what is wrong with them.
 
 Reads only what routing needs, with msgspec into a Struct whose big fields stay raw: `messages` is never decoded, only
-hashed and measured, and unknown fields are never looked at. Not here: which pool a model belongs to (the
-generation's routing table) and what is sent on (splice.py).
+hashed and measured, and unknown fields are never looked at. Which fields are the prompt stands in the API's row
+(apis.py). Not here: which pool a model belongs to (plans.py) and what is sent on (splice.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeAlias
 
 import msgspec
 
+from extproc.request import multipart
+from extproc.request.apis import Api
 from extproc.request.blocks import block_hashes, block_tokens, seed_of
-from extproc.request.splice import Splice, locate
+from extproc.request.splice import Splice, insert_field, locate
 from extproc.request.tokens import TokenRates, image_spans, prompt_tokens
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
 _INVALID = "invalid_request_error"
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 class _Body(msgspec.Struct):
-    """The fields of a chat or text completion that routing reads. Types are loose: the engine is the judge."""
+    """The fields that routing reads, whatever the API. Types are loose: the engine is the judge."""
 
     model: msgspec.Raw = _NONE
     stream: Any = False
-    messages: msgspec.Raw = _NONE
-    prompt: msgspec.Raw = _NONE
-    tools: msgspec.Raw = _NONE
     max_tokens: Any = None
     max_completion_tokens: Any = None
+    max_output_tokens: Any = None
     cache_salt: Any = None
     user: Any = None
     prompt_cache_key: Any = None
+    previous_response_id: Any = None
+    request_id: Any = None
+    store: Any = None
 
 
-_decode_body = msgspec.json.Decoder(_Body).decode
+@cache
+def _decoder(api: Api) -> Callable[[bytes], Any]:
+    """Decodes a body that may have the row's fields beside the common ones; they stay raw. Cached for every row."""
+    fields = dict.fromkeys((*api.prompt, *api.required))
+    struct = msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in fields], bases=(_Body,))
+    return msgspec.json.Decoder(struct).decode
+
+
 _decode_text = msgspec.json.Decoder(str).decode
+
+_SetModel: TypeAlias = Callable[[bytes, "Parsed", str], Splice]
+
+
+def _set_json_model(body: bytes, parsed: Parsed, model: str) -> Splice:
+    name = msgspec.json.encode(model)
+    if not parsed.model_raw:
+        return insert_field(body, "model", name)
+    return Splice(*locate(body, parsed.model_raw), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a request of the Responses API says of stored answers; `None` where it says nothing."""
+
+    wanted: bool
+    own_id: str | None
+    previous_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
 
-    `model_raw` is a view of the model's JSON where it stands in the body.
+    `model_raw` is a view of the model's name where it stands in the body; empty where the body names none.
     """
 
     kind: Kind
     model: str
     model_raw: memoryview
-    stream: bool
-    prompt: bytes
-    max_tokens: int | None
-    cache_salt: str | None
-    session_key: str | None
+    stream: bool = False
+    prompt: bytes = b""
+    max_tokens: int | None = None
+    cache_salt: str | None = None
+    session_key: str | None = None
+    stored: Stored | None = None
+    set_model: _SetModel = field(default=_set_json_model, compare=False)
 
 
-def parse_body(kind: Kind, body: bytes) -> Parsed | Refusal:
+def parse_body(api: Api, body: bytes, default_model: str | None = None) -> Parsed | Refusal:
     """Read one JSON body. A Refusal (400) for what no engine could serve."""
     if not body:
-        return _refuse("the request has no body", Reason.EMPTY_BODY)
+        return _no_body()
+    if body.startswith(_BYTE_ORDER_MARKS):
+        return refuse("the body is not valid JSON: it begins with a byte order mark", Reason.INVALID_JSON)
     try:
-        fields = _decode_body(body)
-        model = _model(fields.model)
+        fields = _decoder(api)(body)
+        model = _model(fields.model, default_model)
     except msgspec.ValidationError as error:
-        return _refuse(f"the body cannot be read as a request: {error}", Reason.INVALID_JSON)
+        return refuse(f"the body cannot be read as a request: {error}", Reason.INVALID_JSON)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _refuse(f"the body is not valid JSON: {error}", Reason.INVALID_JSON)
+        return refuse(f"the body is not valid JSON: {error}", Reason.INVALID_JSON)
     except RecursionError:
-        return _refuse("the body is nested too deeply", Reason.INVALID_JSON)
+        return refuse("the body is nested too deeply", Reason.INVALID_JSON)
     if not model:
-        return _refuse("you must provide a model, as a string", Reason.INVALID_REQUEST, "model")
-    return _PARSERS[kind](fields, model)
+        return no_model()
+    if api.required and not any(getattr(fields, name) for name in api.required):
+        return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
+    return _parsed(api, fields, model)
 
 
-def _chat(fields: _Body, model: str) -> Parsed | Refusal:
-    return _parsed(Kind.CHAT, fields, model, "messages", bytes(fields.messages), bytes(fields.tools))
-
-
-def _completion(fields: _Body, model: str) -> Parsed | Refusal:
-    return _parsed(Kind.COMPLETION, fields, model, "prompt", bytes(fields.prompt), b"")
-
-
-_PARSERS: dict[Kind, Callable[[_Body, str], Parsed | Refusal]] = {Kind.CHAT: _chat, Kind.COMPLETION: _completion}
-
-
-def _parsed(kind: Kind, fields: _Body, model: str, param: str, prompt: bytes, tools: bytes) -> Parsed | Refusal:
-    if not prompt:
-        return _refuse(f"you must provide {param}", Reason.INVALID_REQUEST, param)
+def _parsed(api: Api, fields: Any, model: str) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
     return Parsed(
-        kind=kind,
+        kind=api.kind,
         model=model,
         model_raw=memoryview(fields.model),
         stream=fields.stream is True,
-        prompt=tools + prompt if tools else prompt,
-        max_tokens=_count(fields.max_completion_tokens) or _count(fields.max_tokens),
+        prompt=b"".join([getattr(fields, name) for name in api.prompt]),
+        max_tokens=_count(fields.max_completion_tokens)
+        or _count(fields.max_output_tokens)
+        or _count(fields.max_tokens),
         cache_salt=_text(fields.cache_salt),
         session_key=_text(fields.prompt_cache_key) or _text(fields.user),
+        stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
     )
+
+
+def _stored(fields: _Body) -> Stored:
+    return Stored(fields.store is not False, _text(fields.request_id), _text(fields.previous_response_id))
+
+
+def parse_form(api: Api, content_type: str, body: bytes, default_model: str | None = None) -> Parsed | Refusal:
+    """Find the model in a multipart form. A Refusal (400) for what no engine could serve."""
+    if not body:
+        return _no_body()
+    try:
+        boundary = multipart.boundary_of(content_type)
+        place = multipart.find_model(body, boundary)
+        named = memoryview(body)[slice(*place or (0, 0))]
+        model = str(named, "utf-8") or default_model
+    except multipart.NotAForm as error:
+        return refuse(f"the body cannot be read as a form: {error}", Reason.INVALID_REQUEST)
+    except UnicodeDecodeError:
+        return refuse("the model's name is not UTF-8", Reason.INVALID_REQUEST, "model")
+    if not model:
+        return no_model()
+
+    def set_model(body: bytes, parsed: Parsed, model: str) -> Splice:
+        if parsed.model_raw:
+            return Splice(*locate(body, parsed.model_raw), model.encode())
+        start = body.index(boundary)
+        return Splice(start, start, multipart.model_part(boundary, model))
+
+    return Parsed(api.kind, model, named, set_model=set_model)
 
 
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
@@ -123,16 +178,22 @@ def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: st
     )
 
 
-def model_splice(body: bytes, parsed: Parsed, model: str) -> Splice:
-    """The edit that puts `model` in the place of the model in `body`, from which `parsed` was read."""
-    start, end = locate(body, parsed.model_raw)
-    return Splice(start, end, msgspec.json.encode(model))
+def model_edits(body: bytes, parsed: Parsed, model: str) -> tuple[Splice, ...]:
+    """What makes `body`, from which `parsed` was read, name `model`; nothing if it does."""
+    if model == parsed.model and parsed.model_raw and bytes(parsed.model_raw) != _NULL:
+        return ()
+    return (parsed.set_model(body, parsed, model),)
 
 
-def _model(raw: msgspec.Raw) -> str | None:
-    """The model's name, or None for anything but a string. Raises DecodeError for broken bytes."""
+_NULL = b"null"
+
+
+def _model(raw: msgspec.Raw, default: str | None) -> str | None:
+    """The model's name, the default for none, None for anything but a string. Raises DecodeError for broken bytes."""
+    if not raw or bytes(raw) == _NULL:
+        return default
     try:
-        return _decode_text(raw) if raw else None
+        return _decode_text(raw)
     except msgspec.ValidationError:
         return None
 
@@ -146,5 +207,15 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _refuse(message: str, reason: Reason, param: str | None = None) -> Refusal:
+def refuse(message: str, reason: Reason, param: str | None = None) -> Refusal:
+    """The refusal of a request that no engine could serve."""
     return Refusal(400, _INVALID, message, reason, param)
+
+
+def no_model() -> Refusal:
+    """The refusal of a request that does not say who is to serve it."""
+    return refuse("you must provide a model, as a string", Reason.INVALID_REQUEST, "model")
+
+
+def _no_body() -> Refusal:
+    return refuse("the request has no body", Reason.EMPTY_BODY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,16 @@ def apply(body: bytes, splices: Sequence[Splice]) -> bytes:
         position = splice.end
     parts.append(body[position:])
     return b"".join(parts)
+
+
+_NOTHING_MORE = re.compile(rb"\s*\}")
+
+
+def insert_field(body: bytes, name: str, value: bytes) -> Splice:
+    """A field more, in front of all others; `body` is a JSON object, `value` JSON."""
+    start = body.index(b"{") + 1
+    comma = b"" if _NOTHING_MORE.match(body, start) else b","
+    return Splice(start, start, b'"%s":%s%s' % (name.encode(), value, comma))
 
 
 def locate(body: bytes, raw: memoryview) -> tuple[int, int]:

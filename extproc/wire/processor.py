@@ -148,8 +148,9 @@ class Exchange:
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner = manner
-        # CONNECT has a method but no path, and sends no body to wait for
-        if message.end_of_stream or (":path" not in message.headers and ":method" in message.headers):
+        # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end
+        connect = ":path" not in message.headers and ":method" in message.headers
+        if message.end_of_stream or connect or message.body_mode is BodyMode.NONE:
             self._end_of_stream = True
             return self._decide(Phase.REQUEST_HEADERS)
         early = self._decider.refuse_early(self._flight, message.headers)
@@ -242,6 +243,8 @@ def _manner(message: Received) -> Manner | None:
         return Manner.BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
     if message.body_mode is BodyMode.BUFFERED or message.end_of_stream:
         return Manner.BUFFERED
+    if message.body_mode is BodyMode.NONE and message.headers.get(":method") == "GET":
+        return Manner.BUFFERED  # an upgrade: what follows is for the engine alone
     return None
 
 

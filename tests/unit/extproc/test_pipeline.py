@@ -613,12 +613,19 @@ def test_an_explanation_names_who_was_filtered(house: House) -> None:
     ("path", "body", "expected"),
     [
         (CHAT, b"", {"error": "the request has no body", "status": 400, "reason": "empty_body"}),
-        ("/nope", b"{}", {"error": f"not a routed path: /nope; there are: {CHAT}, {TEXT}"}),
     ],
 )
 def test_an_explanation_of_a_refusal_says_why(house: House, path: str, body: bytes, expected: dict[str, Any]) -> None:
     """As the client would be told."""
     assert house.pipeline.explain(path, body) == expected
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1/models", "/v1/audio/translations"])
+def test_a_path_that_cannot_be_explained_is_told_from_those_that_can(house: House, path: str) -> None:
+    """Naming them."""
+    error = house.pipeline.explain(path, b"{}")["error"]
+    assert error.startswith(f"not a path with a JSON body: {path}; there are: {CHAT}, ")
+    assert TEXT in error
 
 
 def test_the_decision_log_has_the_refusal(house: House) -> None:

@@ -9,25 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.request.apis import APIS
 from extproc.request.blocks import block_hashes, seed_of
-from extproc.request.parsing import Parsed, model_splice, parse_body, to_request
+from extproc.request.parsing import Parsed, model_edits, parse_body, to_request
 from extproc.request.splice import Splice, apply
 from extproc.request.tokens import TokenRates
 from policies.types import Kind, Reason, Refusal
 
 RATES = TokenRates()
+API_OF = {api.kind: api for api in reversed(APIS)}
 
 
 def parsed(body: bytes, kind: Kind = Kind.CHAT) -> Parsed:
     """The body, read."""
-    found = parse_body(kind, body)
+    found = parse_body(API_OF[kind], body)
     assert isinstance(found, Parsed), found
     return found
 
 
 def refused(body: bytes, kind: Kind = Kind.CHAT) -> Refusal:
     """The refusal the body gets; always a client error of OpenAI's type."""
-    found = parse_body(kind, body)
+    found = parse_body(API_OF[kind], body)
     assert isinstance(found, Refusal), found
     assert (found.status, found.type) == (400, "invalid_request_error")
     assert found.retry_after_s is None
@@ -248,13 +250,13 @@ def test_a_session_of_the_headers_comes_before_the_bodys() -> None:
 def test_the_model_that_counts_is_the_one_that_is_edited() -> None:
     """Of two models the last is parsed, so the last is replaced and the first stays."""
     body = b'{"model":"a","messages":["a"],"model" : "a" }'
-    assert apply(body, [model_splice(body, parsed(body), "b")]) == b'{"model":"a","messages":["a"],"model" : "b" }'
+    assert apply(body, model_edits(body, parsed(body), "b")) == b'{"model":"a","messages":["a"],"model" : "b" }'
 
 
 def test_an_edit_is_escaped_as_json() -> None:
     """A name with quotes cannot break out of its string."""
     body = b'{"model":"m","messages":[]}'
-    edited = apply(body, [model_splice(body, parsed(body), 'a"},{"\n')])
+    edited = apply(body, model_edits(body, parsed(body), 'a"},{"\n'))
     assert json.loads(edited) == {"model": 'a"},{"\n', "messages": []}
 
 
@@ -313,9 +315,13 @@ def test_replacing_the_model_changes_the_model_and_nothing_else(
     """For any object: it parses to the same but for the model, and every byte outside the model's value is the same."""
     document = {**before, "model": model, "messages": messages, **{k: v for k, v in after.items() if k not in before}}
     body = json.dumps(document, ensure_ascii=ascii_only, indent=indent).encode()
-    splice = model_splice(body, parsed(body), new)
-    edited = apply(body, [splice])
+    splices = model_edits(body, parsed(body), new)
+    edited = apply(body, splices)
     assert json.loads(edited) == {**document, "model": new}
+    if new == model:
+        assert splices == ()
+        return
+    (splice,) = splices
     assert json.loads(body[splice.start : splice.end]) == model
     assert edited[: splice.start] == body[: splice.start]
     assert edited[splice.start + len(splice.text) :] == body[splice.end :]
@@ -327,5 +333,5 @@ def test_replacing_the_model_changes_the_model_and_nothing_else(
 @given(st.binary(max_size=200))
 def test_no_bytes_make_the_parser_raise(body: bytes) -> None:
     """Whatever comes, the answer is a value."""
-    for kind in Kind:
-        assert isinstance(parse_body(kind, body), Parsed | Refusal)
+    for api in APIS:
+        assert isinstance(parse_body(api, body), Parsed | Refusal)

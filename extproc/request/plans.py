@@ -1,0 +1,204 @@
+"""From one request to a plan: where it leads, what it asks, how its body must be edited for that.
+
+One reader per place where a model can be named; the API's row says which. Nothing here chooses an endpoint or takes
+anything: the same plan serves live requests and `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+from urllib.parse import parse_qs
+
+import msgspec
+
+from extproc.config.generations import Generation, Target
+from extproc.request import encodings
+from extproc.request.apis import Api, ModelIn, canonical, path_of, response_id
+from extproc.request.parsing import (
+    Parsed,
+    model_edits,
+    no_model,
+    parse_body,
+    parse_form,
+    to_request,
+)
+from extproc.request.splice import Splice, apply, insert_field
+from extproc.request.stored import PREFIX, StoredResponses
+from policies.types import InferenceRequest, Reason, Refusal
+
+_INVALID = "invalid_request_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One request as it came, under the id we gave it."""
+
+    api: Api
+    headers: Mapping[str, str]
+    body: bytes
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do with a request, short of an endpoint. `response_id`: the answer may be asked for again by this id."""
+
+    target: Target
+    request: InferenceRequest
+    splices: tuple[Splice, ...] = ()
+    remove_headers: tuple[str, ...] = ()
+    response_id: str | None = None
+
+
+def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    """Read the request. A Refusal for one that leads nowhere."""
+    return _READERS[incoming.api.model_in](generation, stored, incoming)
+
+
+# -- a body that names its model
+
+
+def _from_json(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    default = generation.config.routing.default_model
+    return _from_body(generation, stored, incoming, lambda plain: parse_body(incoming.api, plain, default))
+
+
+def _from_form(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    default = generation.config.routing.default_model
+    content_type = incoming.headers.get("content-type", "")
+    return _from_body(
+        generation, stored, incoming, lambda plain: parse_form(incoming.api, content_type, plain, default)
+    )
+
+
+def _from_body(
+    generation: Generation,
+    stored: StoredResponses,
+    incoming: Incoming,
+    parse: Callable[[bytes], Parsed | Refusal],
+) -> Plan | Refusal:
+    plain = _plain(generation, incoming)
+    if isinstance(plain, Refusal):
+        return plain
+    parsed = parse(plain)
+    if isinstance(parsed, Refusal):
+        return parsed
+    target = generation.targets.get(parsed.model)
+    if target is None:
+        return _unknown_model(parsed.model)
+    request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    edits = model_edits(plain, parsed, target.model)
+    own_id = None
+    if parsed.stored is not None:
+        _stay_with_previous(request, parsed.stored.previous_id, stored)
+        if parsed.stored.wanted:
+            own_id = parsed.stored.own_id or PREFIX + incoming.request_id
+            if parsed.stored.own_id is None:
+                edits = (*edits, insert_field(plain, "request_id", msgspec.json.encode(own_id)))
+    if edits and plain is not incoming.body:
+        # what was compressed goes on as it came, unless it had to be changed
+        whole = Splice(0, len(incoming.body), apply(plain, edits))
+        return Plan(target, request, (whole,), ("content-encoding",), own_id)
+    return Plan(target, request, edits, (), own_id)
+
+
+def encoding_of(headers: Mapping[str, str]) -> str:
+    """The body's content-encoding; empty for none."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    return "" if encoding == "identity" else encoding
+
+
+def _plain(generation: Generation, incoming: Incoming) -> bytes | Refusal:
+    """The body as it was before the client compressed it; the very same object if it did not."""
+    if not encoding_of(incoming.headers):
+        return incoming.body
+    try:
+        return encodings.inflate(incoming.body, generation.config.limits.request_body_bytes)
+    except encodings.TooLarge:
+        return too_large(generation)
+    except encodings.Corrupt as error:
+        message = f"the body is not {encoding_of(incoming.headers)}, as its content-encoding says: {error}"
+        return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_ENCODING)
+
+
+def _session(headers: Mapping[str, str]) -> str | None:
+    return headers.get("x-pointsman-session") or headers.get("x-session-id")
+
+
+def _stay_with_previous(request: InferenceRequest, previous_id: str | None, stored: StoredResponses) -> None:
+    """An answer that goes on from another needs the engine that has the other."""
+    previous = stored.find(previous_id) if previous_id else None
+    if previous is not None and previous.model == request.model and previous.flight.served_by:
+        request.subset = (previous.flight.served_by,)
+
+
+# -- no body that names a model
+
+
+def _from_query(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    query = incoming.headers.get(":path", "").partition("?")[2]
+    named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS, errors="replace").get("model", [""])[0]
+    model = named or generation.config.routing.default_model
+    if not model:
+        return no_model()
+    target = generation.targets.get(model)
+    return _unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
+
+
+_MOST_QUERY_FIELDS = 100
+
+
+def _from_path(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    target = generation.target_of_path(canonical(path_of(incoming.headers)))
+    if target is None:
+        return unknown_path(path_of(incoming.headers))
+    return Plan(target, _bare_request(incoming, target.model, target))
+
+
+def _from_response_id(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    asked = response_id(path_of(incoming.headers))
+    made = stored.find(asked)
+    target = None if made is None else generation.targets.get(made.model)
+    if made is None or made.flight.served_by is None or target is None:
+        message = f"no response with id '{asked[:200]}' is known here"
+        return Refusal(404, _INVALID, message, Reason.UNKNOWN_RESPONSE, "response_id")
+    request = _bare_request(incoming, made.model, target)
+    request.subset = (made.flight.served_by,)
+    return Plan(target, request)
+
+
+def _bare_request(incoming: Incoming, asked_model: str, target: Target) -> InferenceRequest:
+    """A request of which the body, if any, says nothing to us."""
+    nothing = Parsed(incoming.api.kind, asked_model, memoryview(b""))
+    return to_request(nothing, target.model, target.rates, session_key=_session(incoming.headers))
+
+
+_Reader: TypeAlias = Callable[[Generation, StoredResponses, Incoming], Plan | Refusal]
+_READERS: dict[ModelIn, _Reader] = {
+    ModelIn.JSON: _from_json,
+    ModelIn.FORM: _from_form,
+    ModelIn.QUERY: _from_query,
+    ModelIn.PATH: _from_path,
+    ModelIn.RESPONSE_ID: _from_response_id,
+}
+
+
+# -- refusals
+
+
+def too_large(generation: Generation) -> Refusal:
+    """The body, or what it inflates to, is beyond the limit."""
+    limit = generation.config.limits.request_body_bytes
+    return Refusal(413, _INVALID, f"the body is larger than {limit} bytes", Reason.BODY_TOO_LARGE)
+
+
+def unknown_path(path: str) -> Refusal:
+    """Neither an API nor an operator's rule."""
+    return Refusal(404, _INVALID, f"no such path: {path[:200]}", Reason.UNKNOWN_PATH)
+
+
+def _unknown_model(model: str) -> Refusal:
+    message = f"The model `{model[:200]}` does not exist or is not served here"
+    return Refusal(404, _INVALID, message, Reason.UNKNOWN_MODEL, "model")
