@@ -10,7 +10,7 @@ made from whatever is newest by then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -47,6 +47,8 @@ class Request:
     names: frozenset[str] = frozenset()
     nonce: str = ""
     error: str | None = None
+    version: str = ""
+    """What the Envoy holds, as whoever sent it called it; empty for one that holds nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class _Subscription:
         self.names = names
         self.held = {name: value for name, value in (self.held or {}).items() if name in names}
 
+    def forget(self, names: Set[str]) -> None:
+        self.held = {name: value for name, value in (self.held or {}).items() if name not in names}
+        self.refused = {name: value for name, value in self.refused.items() if name not in names}
+
 
 class AdsSession:
     """What one Envoy asked for, was sent and has acknowledged."""
@@ -84,6 +90,11 @@ class AdsSession:
         self._snapshot: Snapshot | None = None
         self._clusters: _Subscription | None = None
         self._addresses: _Subscription | None = None
+        self._returns = False
+        self._came_with: frozenset[str] = frozenset()
+        """The clusters it asked addresses for at first."""
+        self._trusted: frozenset[str] | None = None
+        """The clusters it is believed to have before it acknowledges their addresses; None: whatever it is asked."""
         self._nonces = 0
 
     def offer(self, snapshot: Snapshot) -> list[Response]:
@@ -94,35 +105,64 @@ class AdsSession:
     def receive(self, request: Request) -> list[Response]:
         """Take a request (a subscription, an ACK or a NACK); return what to send now."""
         if request.type_url == CDS:
-            self._clusters = self._clusters or _Subscription(request.names)
+            if self._clusters is None:
+                self._clusters, self._returns = _Subscription(request.names), bool(request.version)
             self._clusters_asked(self._clusters, request)
         elif request.type_url == EDS:
-            self._addresses = self._addresses or _Subscription(request.names)
+            if self._addresses is None:
+                self._addresses, self._came_with = _Subscription(request.names), request.names
             self._addresses_asked(self._addresses, request)
         return self._due()
 
     def vouched(self, cluster: str) -> Addresses | None:
         """The addresses this Envoy is known to have for a cluster; None while it has no say.
 
-        Until its first acknowledgement it vouches for what it was sent first. An Envoy that comes back to us has its
-        addresses still, and nobody's requests may pause for one that is just arriving.
+        An Envoy that arrives vouches for what it was sent first. One that comes back to us has its addresses still,
+        a new one serves only once it has them, and nobody's requests may pause for either. A cluster that comes later
+        is strict: none of its addresses is there before Envoy has acknowledged the cluster and them.
         """
-        if self._addresses is None:
-            return None
-        for known in (self._addresses.held, self._addresses.sent):
+        if self._may_lack(cluster):
+            return frozenset()
+        arriving = self._trusted is None or cluster in self._trusted
+        subscription = self._addresses or _Subscription(frozenset())
+        for known in (subscription.held, subscription.sent if arriving else None):
             addresses = (known or {}).get(cluster)
             if isinstance(addresses, frozenset):
                 return addresses
-        return None
+        return None if arriving else frozenset()
+
+    def _may_lack(self, cluster: str) -> bool:
+        """Whether it has not got the cluster yet, or is just being told to drop it."""
+        if self._clusters is None or self._trusted is None:
+            return False
+        lists = (self._clusters.held, self._clusters.sent)
+        return any(listed is not None and cluster not in listed for listed in lists)
 
     def _clusters_asked(self, subscription: _Subscription, request: Request) -> None:
         if not _is_current(subscription, request) or subscription.sent is None:
             return
         answered, subscription.sent = subscription.sent, None
-        if request.error is None:
-            subscription.held, subscription.refused = answered, {}
-        else:
+        self._note_arrival(answered, refused=request.error is not None)
+        if request.error is not None:
             subscription.refused = answered
+            return
+        self._forget_clusters((subscription.held or {}).keys() - answered.keys())
+        subscription.held, subscription.refused = answered, {}
+
+    def _note_arrival(self, answered: Resources, *, refused: bool) -> None:
+        """Its first answer ends the time in which it is believed to have whatever we publish."""
+        if self._trusted is not None:
+            return
+        if self._returns:
+            self._trusted = self._came_with
+        elif not refused:  # a new one that accepts nothing serves nobody: it has no say
+            self._trusted = frozenset(answered)
+
+    def _forget_clusters(self, gone: Set[str]) -> None:
+        # should one come again, it starts without addresses
+        self._trusted = (self._trusted or frozenset()) - gone
+        if self._addresses is not None:
+            self._addresses.forget(gone)
 
     def _addresses_asked(self, subscription: _Subscription, request: Request) -> None:
         if not _is_current(subscription, request):

@@ -17,7 +17,7 @@ class PublishEvents(Protocol):
     """Who counts xDS messages."""
 
     def xds(self, event: str, type_name: str) -> None:
-        """One xDS message was pushed, acknowledged or rejected."""
+        """One xDS message was pushed, acknowledged or rejected, or a whole stream was refused."""
 
     def xds_sessions(self, count: int) -> None:
         """How many Envoys are connected."""
@@ -30,6 +30,7 @@ class Publisher:
         self._fleet = fleet
         self._xds = XdsServer(_Counted(events), on_change=self._acknowledged)
         self._clusters: dict[str, bytes] = {}
+        self._configured: frozenset[str] = frozenset()
         self._published: tuple[Mapping[str, bytes], Mapping[str, frozenset[str]]] | None = None
         self._version = 0
         fleet.on_assignments = self._publish
@@ -39,9 +40,10 @@ class Publisher:
         # Importing envoy-data-plane takes about a second, so only a process that serves xDS pays for it.
         from extproc.control.envoy_config import pool_cluster
 
-        self._clusters = {
-            pool.cluster_name: bytes(pool_cluster(config, pool)) for pool in config.pools if pool.cluster is None
-        }
+        own = {pool.cluster_name: bytes(pool_cluster(config, pool)) for pool in config.pools if pool.cluster is None}
+        self._configured = frozenset(own)
+        self._clusters = {**self._clusters, **own}
+        self._xds.max_streams = config.limits.xds_streams
         self._publish()
 
     async def stream(self, requests: object, context: Any) -> None:  # noqa: ANN401 - grpcio has no types
@@ -49,8 +51,14 @@ class Publisher:
         await self._xds.stream(requests, context)
 
     def _publish(self) -> None:
-        wanted = (self._clusters, self._fleet.assignments())
-        if wanted == self._published or not self._clusters:
+        assignments = self._fleet.assignments()
+        # replies under way may name a cluster that has left the config: it stays as long as its addresses do
+        self._clusters = {
+            name: cluster for name, cluster in self._clusters.items() if name in self._configured or name in assignments
+        }
+        wanted = (self._clusters, assignments)
+        nothing_ever = self._published is None and not self._clusters
+        if wanted == self._published or nothing_ever:
             self._acknowledged()
             return
         self._published = wanted
@@ -78,3 +86,6 @@ class _Counted:
 
     def connected(self, count: int) -> None:
         self._events.xds_sessions(count)
+
+    def refused(self) -> None:
+        self._events.xds("refused", "stream")

@@ -40,7 +40,10 @@ class XdsEvents(Protocol):
         """An Envoy has refused a response."""
 
     def connected(self, count: int) -> None:
-        """So many streams are open now."""
+        """So many Envoys are connected now."""
+
+    def refused(self) -> None:
+        """A stream beyond the bound was not taken."""
 
 
 class _Stream:
@@ -59,10 +62,10 @@ class XdsServer:
     """Serves one snapshot to every Envoy. Says nothing before the first, so our restart never empties a fleet."""
 
     def __init__(self, events: XdsEvents, on_change: Callable[[], None], *, max_streams: int = 1024) -> None:
-        """`on_change` is called whenever `acknowledged` may answer differently."""
+        """`on_change` is called whenever `acknowledged` may answer differently. `max_streams` may be changed later."""
         self._events = events
         self._on_change = on_change
-        self._max_streams = max_streams
+        self.max_streams = max_streams
         self._streams: set[_Stream] = set()
         self._snapshot: Snapshot | None = None
         self._encoded: dict[str, tuple[Addresses, bytes]] = {}
@@ -76,7 +79,7 @@ class XdsServer:
         self._on_change()
 
     def acknowledged(self, cluster: str) -> Addresses:
-        """The published addresses that every Envoy subscribed to the cluster has acknowledged.
+        """The published addresses that every Envoy has acknowledged which takes this cluster or its addresses from us.
 
         With no such Envoy these are all: then another control plane tells Envoy, or there is nobody to tell.
         """
@@ -86,27 +89,34 @@ class XdsServer:
 
     async def stream(self, requests: Any, context: Any) -> None:  # noqa: ANN401 - grpcio has no types
         """The handler of a discovery stream, of one type or of all (ADS); messages are bytes."""
-        if len(self._streams) >= self._max_streams:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many xDS streams")
+        if len(self._streams) >= self.max_streams:
+            self._events.refused()
+            log.error("xDS stream refused", peer=context.peer(), streams=len(self._streams))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many xDS streams (limits.xds_streams)")
         stream = _Stream(context.peer())
-        writer = asyncio.create_task(self._write(stream, context))
         self._enter(stream)
         try:
-            await self._read(stream, requests)
+            # a stream we can no longer write to must end, or its session would hold every newcomer up
+            async with asyncio.TaskGroup() as tasks:
+                writer = tasks.create_task(self._write(stream, context))
+                await self._read(stream, requests)
+                writer.cancel()
         finally:
-            writer.cancel()
             self._leave(stream)
 
     def _enter(self, stream: _Stream) -> None:
         self._streams.add(stream)
         if self._snapshot is not None:
             stream.enqueue(stream.session.offer(self._snapshot))
-        self._events.connected(len(self._streams))
-        self._on_change()
+        self._count_envoys()
 
     def _leave(self, stream: _Stream) -> None:
         self._streams.discard(stream)
-        self._events.connected(len(self._streams))
+        self._count_envoys()
+
+    def _count_envoys(self) -> None:
+        # an Envoy may open a stream per cluster, but all on one connection
+        self._events.connected(len({stream.peer for stream in self._streams}))
         self._on_change()
 
     async def _read(self, stream: _Stream, requests: Any) -> None:  # noqa: ANN401 - grpcio has no types
@@ -171,4 +181,5 @@ def _decode(message: bytes) -> Request:
         names=frozenset(decoded.resource_names),
         nonce=decoded.response_nonce,
         error=decoded.error_detail.message if decoded.HasField("error_detail") else None,
+        version=decoded.version_info,
     )

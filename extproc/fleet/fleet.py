@@ -6,10 +6,15 @@ starts no task: the watchers (watchers.py) and discovery call it.
 
     listed -> published to Envoy -> acknowledged by every Envoy -> may be picked
     gone   -> no longer picked    -> after a grace no longer published -> slot freed when nothing runs on it
+
+A known approximation: an endpoint in several pools has one count of load, but a prefix index per pool, each of the
+engine's whole capacity. Together they believe in more cache than there is. Rejected: dividing the capacity, which is
+wrong as well as soon as one pool is busier, and one index for all, which would take the pools' policies apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -28,7 +33,7 @@ from vllm_adapters.metrics import EngineFigures
 log = structlog.get_logger(__name__)
 
 REMOVAL_GRACE_S = 1.0
-"""Between unpicking an endpoint and dropping it from Envoy: longer than any reply is under way to Envoy."""
+"""Between unpicking an endpoint or a pool and dropping it from Envoy: longer than any reply is under way to Envoy."""
 _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
@@ -52,15 +57,17 @@ class FleetEvents(Protocol):
 class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
-    __slots__ = ("address", "leaving", "lifecycle", "pools", "slot", "started_at_s")
+    __slots__ = ("address", "capacity_tokens", "known_in", "leaving", "lifecycle", "pools", "run", "slot")
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
         self.address = address
         self.slot = slot
         self.lifecycle = lifecycle
         self.pools: set[str] = set()
+        self.known_in: set[str] = set()  # pools in whose cluster every Envoy has it
         self.leaving: dict[str, float] = {}  # pool -> when it stops being published
-        self.started_at_s: float | None = None
+        self.capacity_tokens: int | None = None  # as the engine reports it
+        self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
 
 class Fleet:
@@ -81,6 +88,7 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._pools: dict[str, Pool] = {}
         self._synced: set[str] = set()
+        self._leaving_clusters: dict[str, tuple[float, frozenset[str]]] = {}
         self._thresholds = Thresholds()
 
     # -- configuration and discovery
@@ -88,16 +96,35 @@ class Fleet:
     def configure(self, generation: Generation) -> None:
         """Take a new generation: pools come and go, policies change, indexes and counts stay."""
         config = generation.config
-        self._thresholds = Thresholds(config.probe.failed_probes, config.probe.failed_requests)
+        probe = config.probe
+        self._thresholds = Thresholds(probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000)
         for member in self._members.values():
             member.lifecycle.thresholds = self._thresholds
+        published = self.assignments()
         for pool in config.pools:
             self._configure_pool(pool)
         for name in set(self._pools) - {pool.name for pool in config.pools}:
-            self.set_endpoints(name, ())
-            del self.placements[name], self._pools[name]
-            self._synced.discard(name)
+            self._remove_pool(name)
+        self._let_clusters_leave(published)
+        for member in self._members.values():
+            self._apply_capacity(member)
         self.on_assignments()
+
+    def _remove_pool(self, name: str) -> None:
+        for member in [member for member in self._members.values() if name in member.pools]:
+            self._leave(name, member.address)
+        del self.placements[name], self._pools[name]
+        self._synced.discard(name)
+        log.info("pool removed", pool=name)
+
+    def _let_clusters_leave(self, published: Mapping[str, frozenset[str]]) -> None:
+        """Keep clusters that are no longer ours for a grace, with the addresses they had."""
+        until = self._clock() + REMOVAL_GRACE_S
+        ours = {pool.cluster_name for pool in self._pools.values() if pool.cluster is None}
+        for cluster, addresses in published.items():
+            self._leaving_clusters.setdefault(cluster, (until, addresses))
+        for cluster in ours & self._leaving_clusters.keys():
+            del self._leaving_clusters[cluster]
 
     def _configure_pool(self, pool: Pool) -> None:
         placement = self.placements.get(pool.name)
@@ -136,21 +163,27 @@ class Fleet:
             member = _Member(address, slot, Lifecycle(self._thresholds, since_s=self._clock()))
             self._members[address] = member
             self.state.state[slot] = member.lifecycle.state
-            self.state.kv_capacity_tokens[slot] = self._pools[pool].kv_capacity_tokens
         member.pools.add(pool)
         member.leaving.pop(pool, None)
-        self.placements[pool].index.set_capacity(member.slot, int(self.state.kv_capacity_tokens[member.slot]))
+        # a late move of a request may have credited whoever had the slot before
+        self.placements[pool].index.forget(member.slot)
+        self._apply_capacity(member)
         self._observe(member, Evidence.LISTED)
 
     def _leave(self, pool: str, address: str) -> None:
         member = self._members[address]
         member.pools.discard(pool)
         member.leaving[pool] = self._clock() + REMOVAL_GRACE_S
+        self._apply_capacity(member)
         if not member.pools:
             self._observe(member, Evidence.REMOVED)
 
     def _refresh_members(self, pool: str) -> None:
-        self.placements[pool].set_members(m.slot for m in self._members.values() if pool in m.pools)
+        # What is routable for another pool's sake is not for this one's. What is not routable at all stays: a refusal
+        # can then name it.
+        self.placements[pool].set_members(
+            m.slot for m in self._members.values() if pool in m.pools and (pool in m.known_in or not m.known_in)
+        )
 
     @property
     def synced(self) -> bool:
@@ -160,11 +193,12 @@ class Fleet:
     # -- what Envoy knows
 
     def assignments(self) -> dict[str, frozenset[str]]:
-        """Cluster -> addresses Envoy should know: members, and leavers within their grace.
+        """Cluster -> addresses Envoy should know: members and leavers, clusters of ours and leaving ones.
 
         A pool whose discovery has not reported yet is left out, so that a restart never empties an Envoy's cluster.
         """
-        return {
+        leaving = {cluster: addresses for cluster, (_, addresses) in self._leaving_clusters.items()}
+        return leaving | {
             pool.cluster_name: frozenset(
                 m.address for m in self._members.values() if name in m.pools or name in m.leaving
             )
@@ -173,18 +207,31 @@ class Fleet:
         }
 
     def acknowledged(self, by_cluster: Mapping[str, frozenset[str]]) -> None:
-        """The addresses that every connected Envoy has acknowledged, per cluster of ours."""
+        """The addresses that every connected Envoy has acknowledged, per cluster of ours.
+
+        Per pool: an endpoint that a new pool lists as well goes on serving the old one, whatever becomes of the new.
+        """
+        changed: set[str] = set()
         for member in self._members.values():
-            self.state.routable[member.slot] = all(
-                self._pools[pool].cluster is not None
-                or member.address in by_cluster.get(self._pools[pool].cluster_name, frozenset())
-                for pool in member.pools
-            )
+            known_in = {pool for pool in member.pools if self._is_known(member.address, self._pools[pool], by_cluster)}
+            if known_in != member.known_in:
+                member.known_in = known_in
+                self.state.routable[member.slot] = bool(known_in)
+                changed |= member.pools
+        for pool in changed:
+            self._refresh_members(pool)
+
+    @staticmethod
+    def _is_known(address: str, pool: Pool, by_cluster: Mapping[str, frozenset[str]]) -> bool:
+        return pool.cluster is not None or address in by_cluster.get(pool.cluster_name, frozenset())
 
     def tick(self) -> None:
         """Let go of leavers whose grace is over. Called a few times a second."""
         now_s = self._clock()
-        published_less = False
+        over = [cluster for cluster, (until, _) in self._leaving_clusters.items() if until <= now_s]
+        for cluster in over:
+            del self._leaving_clusters[cluster]
+        published_less = bool(over)
         for member in list(self._members.values()):
             for pool in [pool for pool, until in member.leaving.items() if until <= now_s]:
                 del member.leaving[pool]
@@ -223,7 +270,7 @@ class Fleet:
         member = self._members.get(address)
         if member is not None:
             self.state.set_models(member.slot, listing.models)
-            self.state.context_tokens[member.slot] = listing.context_tokens or 0
+            self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
             self._observe(member, Evidence.PROBE_OK)
 
     def scraped(self, address: str, figures: EngineFigures) -> None:
@@ -237,25 +284,30 @@ class Fleet:
         state.kv_used[slot] = figures.kv_used or 0
         state.observed_at_s[slot] = self._clock()
         if figures.kv_capacity_tokens:
-            self._set_capacity(member, figures.kv_capacity_tokens)
-        self._note_restart(member, figures.started_at_s)
+            member.capacity_tokens = figures.kv_capacity_tokens
+            self._apply_capacity(member)
+        self._note_restart(member, figures)
 
-    def _set_capacity(self, member: _Member, tokens: int) -> None:
-        if self.state.kv_capacity_tokens[member.slot] == tokens:
+    def _apply_capacity(self, member: _Member) -> None:
+        """As the engine reports it; until then as configured, by the smallest figure where pools differ."""
+        if not member.pools:
             return
+        configured = min(self._pools[pool].kv_capacity_tokens for pool in member.pools)
+        tokens = member.capacity_tokens or configured
         self.state.kv_capacity_tokens[member.slot] = tokens
         for pool in member.pools:
             self.placements[pool].index.set_capacity(member.slot, tokens)
 
-    def _note_restart(self, member: _Member, started_at_s: float | None) -> None:
-        if started_at_s is None or started_at_s == member.started_at_s:
+    def _note_restart(self, member: _Member, figures: EngineFigures) -> None:
+        if not _is_another_run(member.run, figures):
+            member.run = _newest(member.run, figures)
             return
-        if member.started_at_s is not None:
-            for pool in member.pools:
-                self.placements[pool].index.forget(member.slot)
-            self._events.endpoint_restarted(member.address)
-            log.info("engine restarted", endpoint=member.address)
-        member.started_at_s = started_at_s
+        member.run = figures
+        for pool in member.pools:
+            self.placements[pool].index.forget(member.slot)
+        self._observe(member, Evidence.RESTARTED)
+        self._events.endpoint_restarted(member.address)
+        log.info("engine restarted", endpoint=member.address)
 
     # -- reading
 
@@ -282,3 +334,24 @@ class Fleet:
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
             "indexed_tokens": {p: self.placements[p].index.held_tokens(member.slot) for p in sorted(member.pools)},
         }
+
+
+def _is_another_run(before: EngineFigures, now: EngineFigures) -> bool:
+    """Another start time, or a counter that went down: within a run of the engine it only grows."""
+    started = (before.started_at_s, now.started_at_s)
+    return (
+        (None not in started and started[0] != started[1])
+        or _fell(before.prefix_queries_tokens, now.prefix_queries_tokens)
+        or _fell(before.prefix_hits_tokens, now.prefix_hits_tokens)
+    )
+
+
+def _fell(before: float | None, now: float | None) -> bool:
+    return before is not None and now is not None and now < before
+
+
+def _newest(before: EngineFigures, now: EngineFigures) -> EngineFigures:
+    """What tells runs apart, as it stands now; a page may leave some of it out."""
+    names = ("started_at_s", "prefix_queries_tokens", "prefix_hits_tokens")
+    known = {name: getattr(before, name) if getattr(now, name) is None else getattr(now, name) for name in names}
+    return EngineFigures(**known)

@@ -230,8 +230,12 @@ class Counted:
         self.seen.append(("nacked", f"{type_name}: {detail}"))
 
     def connected(self, count: int) -> None:
-        """Open streams."""
+        """Envoys connected."""
         self.seen.append(("connected", str(count)))
+
+    def refused(self) -> None:
+        """A stream beyond the bound."""
+        self.seen.append(("refused", ""))
 
 
 class World:
@@ -246,6 +250,21 @@ class World:
         self._version = 0
         self.answers: dict[str, external_processor_pb2.ProcessingResponse] = {}
         self.entries: list[tuple[str, HTTPAccessLogEntry]] = []
+        self._discoveries: set[asyncio.Task[None]] = set()
+
+    async def discover(self, requests: AsyncIterator[bytes], context: object) -> None:
+        """xDS, until told to hang up."""
+        stream = asyncio.create_task(self.xds.stream(requests, context))
+        self._discoveries.add(stream)
+        try:
+            await asyncio.wait([stream])
+        finally:
+            stream.cancel()
+
+    def hang_up(self) -> None:
+        """End every xDS stream, as our restart would."""
+        for stream in self._discoveries:
+            stream.cancel()
 
     async def process(self, requests: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
         """ext_proc: answers the headers of a bodyless request as `answers` says for its path, else not at all."""
@@ -288,8 +307,12 @@ class World:
 
     async def until_acknowledged(self, pool: str, addresses: set[str]) -> None:
         """Wait until Envoy has taken these addresses over."""
+        await self.until(lambda: self.xds.acknowledged(f"pool_{pool}") == addresses)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until this holds of what the xDS server knows."""
         async with asyncio.timeout(60):
-            while self.xds.acknowledged(f"pool_{pool}") != addresses:
+            while not condition():
                 self.changed.clear()
                 await self.changed.wait()
 
@@ -386,7 +409,7 @@ async def running(document: dict[str, Any], world: World) -> AsyncIterator[World
         ]
     )
     both_ways, one_way = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
-    handlers = {service: (method, both_ways(world.xds.stream)) for service, method in XDS_SERVICES}
+    handlers = {service: (method, both_ways(world.discover)) for service, method in XDS_SERVICES}
     handlers["envoy.service.ext_proc.v3.ExternalProcessor"] = ("Process", both_ways(world.process))
     handlers["envoy.service.accesslog.v3.AccessLogService"] = ("StreamAccessLogs", one_way(world.collect))
     for service, (method, handler) in handlers.items():
@@ -427,12 +450,33 @@ async def test_envoy_follows_our_xds(folder: Path) -> None:
 
         world.publish(chat={"127.0.0.1:8002"}, code={"127.0.0.1:8003"})
         assert world.xds.acknowledged("pool_chat") == {"127.0.0.1:8002"}
+        assert world.xds.acknowledged("pool_code") == frozenset()
+        await world.until_acknowledged("code", {"127.0.0.1:8003"})
+        assert {one["name"] for one in await world.active(bool)} == {"pool_chat", "pool_code"}
         await world.hosts(lambda hosts: hosts.get("pool_code") == {"127.0.0.1:8003"})
         await world.hosts(lambda hosts: hosts["pool_chat"] == {"127.0.0.1:8002"})
 
         world.publish(chat={"127.0.0.1:8002"})
         await world.hosts(lambda hosts: "pool_code" not in hosts)
         assert not [seen for seen in world.events.seen if seen[0] == "nacked"]
+
+
+async def test_an_envoy_that_returns_is_told_from_a_new_one(folder: Path) -> None:
+    """It names the version it holds and the clusters it has, so that one added while it was away is not believed."""
+    config = live_config()
+    document = plain(bootstrap(config, admin_socket=str(folder / "admin.sock")))
+    async with running(document, World(config, folder)) as world:
+        world.publish(chat={"127.0.0.1:8001"})
+        await world.until_idle()
+        await world.hosts(lambda hosts: hosts.get("pool_chat") == {"127.0.0.1:8001"})
+        [first] = world.xds._streams
+        world.hang_up()
+        await world.until(lambda: not world.xds._streams)
+        world.publish(chat={"127.0.0.1:8001"}, code={"127.0.0.1:8002"})
+        await world.hosts(lambda hosts: hosts.get("pool_code") == {"127.0.0.1:8002"})
+        [second] = world.xds._streams
+        assert (first.session._returns, second.session._returns) == (False, True)
+        assert second.session._came_with == {"pool_chat"}
 
 
 async def test_a_changed_cluster_does_not_wait_to_warm(folder: Path) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import grpc
 import httpx
 import pytest
 import yaml
+from envoy.service.discovery.v3 import discovery_pb2
 from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
 
 from extproc.config.loading import load
 from extproc.control import envoy_config
+from extproc.control.ads_session import CDS, EDS
 from extproc.launcher import find_envoy
 
 
@@ -23,6 +30,90 @@ from extproc.launcher import find_envoy
 def pair(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
     """Two engines."""
     return make_engines(2, "--speed", "50", "--record", "20")
+
+
+@pytest.fixture
+def bilingual(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
+    """Two engines that serve two models each."""
+    return make_engines(2, "--speed", "1000", "--model", "sim", "--model", "sim-2")
+
+
+OK = (200, "")
+UNKNOWN_MODEL = (404, "model_not_found")
+NOT_READY = (503, "no_ready_endpoint")
+
+
+class Load:
+    """Clients that send one request after the other, from entering to leaving, and what became of each request."""
+
+    def __init__(self, system: System, *, model: str, clients: int = 6) -> None:
+        self._url = f"{system.url}/v1/chat/completions"
+        self._body = chat(model=model, max_tokens=1)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._send) for _ in range(clients)]
+        self.outcomes: set[tuple[int, str]] = set()
+        self.served: list[str] = []
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _send(self) -> None:
+        with httpx.Client(timeout=HANG_GUARD_S) as client:
+            while not self._over.is_set():
+                answer = client.post(self._url, json=self._body)
+                code = "" if answer.is_success else answer.json()["error"]["code"]
+                self.outcomes.add((answer.status_code, code))
+                if answer.is_success:
+                    self.served.append(answer.headers["x-pointsman-endpoint"])
+
+    def wait_for(self, outcome: tuple[int, str]) -> None:
+        """Until a request ends so that was sent after this call."""
+        self.outcomes.discard(outcome)
+        eventually(lambda: outcome in self.outcomes, f"a request ends with {outcome}; there were {self.outcomes}")
+
+
+class SlowEnvoy:
+    """A second Envoy, which takes over what it is told when the test says so."""
+
+    def __init__(self, system: System) -> None:
+        self._channel = grpc.insecure_channel(system.config["listen"]["grpc"])
+        self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        ads = self._channel.stream_stream(
+            "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources"
+        )
+        self._responses = ads(iter(self._requests.get, b"never"))
+        self.ask(CDS)
+        self.ask(CDS, nonce=self.hear().nonce)
+
+    def ask(self, type_url: str, *names: str, nonce: str = "") -> None:
+        """Subscribe, or acknowledge."""
+        request = discovery_pb2.DiscoveryRequest(type_url=type_url, resource_names=names, response_nonce=nonce)
+        self._requests.put(request.SerializeToString())
+
+    def hear(self) -> discovery_pb2.DiscoveryResponse:
+        """The next response."""
+        return discovery_pb2.DiscoveryResponse.FromString(next(self._responses))
+
+    def leave(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+
+def _static(name: str, model: str, *engines: Engine, **fields: object) -> dict[str, Any]:
+    addresses = [engine.address for engine in engines]
+    return {"name": name, "models": [model], "endpoints": {"static": addresses}, **fields}
+
+
+def _acknowledged(system: System) -> float:
+    """How many lists of addresses Envoy has taken over."""
+    return system.total("pointsman_xds_messages_total", 'event="acked"', 'type="eds"')
 
 
 def _list_endpoints(file: Path, engines: list[Engine]) -> None:
@@ -62,23 +153,38 @@ def test_an_endpoint_removed_from_the_file_finishes_its_stream_and_gets_nothing_
 
 
 def test_an_endpoint_added_to_the_file_takes_traffic_without_a_failed_request(
-    pair: list[Engine], make_system: Callable[..., System], tmp_path: Path
+    bilingual: list[Engine], make_system: Callable[..., System], tmp_path: Path
 ) -> None:
-    """Added under load: every request is answered, and it is picked only after Envoy has acknowledged it."""
+    """Added under load, and ready at once since another pool serves by it: it is picked once every Envoy has it.
+
+    Each reply names one address only and nothing is retried, so that a pick before that would be a failed request. Of
+    two Envoys the one that carries the requests is quick, and the other one decides when the endpoint may be picked.
+    """
+    first, second = bilingual
     file = tmp_path / "endpoints.json"
-    _list_endpoints(file, pair[:1])
-    system = make_system(pools=[_by_file(file, policy="round-robin")])
-    system.wait_pickable(pair[0].address)
-    _list_endpoints(file, pair)
-    served = set()
-
-    def until_both() -> bool:
-        answer = httpx.post(f"{system.url}/v1/chat/completions", json=chat(), timeout=HANG_GUARD_S)
-        assert answer.status_code == 200
-        served.add(answer.headers["x-pointsman-endpoint"])
-        return len(served) == 2
-
-    eventually(until_both, "both serve", pause_s=0)
+    _list_endpoints(file, [first])
+    system = make_system(
+        pools=[_by_file(file, policy="round-robin"), _static("other", "sim-2", second)],
+        wire={"endpoint_list": "single"},
+        retries={"attempts": 0},
+    )
+    system.wait_pickable(first.address, second.address)
+    slow = SlowEnvoy(system)
+    slow.ask(EDS, "pool_chat")
+    slow.ask(EDS, "pool_chat", nonce=slow.hear().nonce)
+    with Load(system, model="sim") as load:
+        load.wait_for(OK)
+        before = _acknowledged(system)
+        _list_endpoints(file, bilingual)
+        late = slow.hear()
+        eventually(lambda: _acknowledged(system) > before, "the quick Envoy has it")
+        sent = len(load.served)
+        eventually(lambda: len(load.served) >= sent + 50, "requests go on")
+        assert set(load.served) == {first.address}
+        slow.ask(EDS, "pool_chat", nonce=late.nonce)
+        eventually(lambda: second.address in load.served, "the new one serves")
+    slow.leave()
+    assert load.outcomes == {OK}
     assert system.total("pointsman_no_known_address_total") == 0
 
 
@@ -98,28 +204,74 @@ def test_a_broken_endpoints_file_keeps_the_last_good_list(
     assert httpx.post(f"{system.url}/v1/chat/completions", json=chat()).status_code == 200
 
 
-def test_a_reload_adds_a_pool_and_loses_nothing(pair: list[Engine], make_system: Callable[..., System]) -> None:
-    """A new pool and alias serve without a restart; the first pool's counts and index stay; generation goes up."""
-    first, second = pair
-    system = make_system(pools=[pool_of([first])])
+def test_a_reload_adds_a_pool_and_loses_nothing(bilingual: list[Engine], make_system: Callable[..., System]) -> None:
+    """A new pool and alias serve without a restart; the first pool's counts and index stay; generation goes up.
+
+    Requests for the new pool are refused by us until it serves: none reaches an Envoy that does not know it yet.
+    """
+    first, second = bilingual
+    system = make_system(pools=[_static("chat", "sim", first)])
     system.wait_pickable(first.address)
     url = f"{system.url}/v1/chat/completions"
     httpx.post(url, json=chat("a prompt to remember " * 60), timeout=HANG_GUARD_S)
     indexed = system.fleet()[first.address]["indexed_tokens"]["chat"]
     assert indexed > 0
-    system.config["pools"] = [
-        pool_of([first], aliases={"new-alias": "sim"}),
-        {"name": "more", "models": ["sim-2"], "endpoints": {"static": [second.address]}},
-    ]
-    system.write_config()
-    eventually(lambda: system.total("pointsman_config_generation") == 2, "the new generation is in force")
-    assert system.fleet()[first.address]["indexed_tokens"]["chat"] == indexed
+    with Load(system, model="sim-2") as load:
+        load.wait_for(UNKNOWN_MODEL)
+        _reload(
+            system, _static("chat", "sim", first, aliases={"new-alias": "sim"}), _static("more", "sim-2", second, first)
+        )
+        load.wait_for(OK)
+    assert load.outcomes <= {UNKNOWN_MODEL, NOT_READY, OK}
+    assert system.total("pointsman_config_generation") == 2
+    assert system.fleet()[first.address]["indexed_tokens"]["chat"] >= indexed
     assert httpx.post(url, json=chat(model="new-alias"), timeout=HANG_GUARD_S).status_code == 200
     assert httpx.post(url, json=chat(model="gpt-4o"), timeout=HANG_GUARD_S).status_code == 404
-    # The engine lists `sim` only: reachable and ready, but not for this model.
-    refused = httpx.post(url, json=chat(model="sim-2"), timeout=HANG_GUARD_S)
-    assert refused.status_code == 503
-    assert "1 model" in refused.json()["error"]["message"] or "1 ready" in refused.json()["error"]["message"]
+
+
+def test_pools_that_come_and_go_cost_no_request_of_the_others(
+    bilingual: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """Added, renamed and removed under load: what is sent to the pool fails by our word only, beside it nothing fails.
+
+    All pools have the same engines, so that the new one's are ready before Envoy knows its cluster.
+    """
+    kept = _static("chat", "sim", *bilingual)
+    system = make_system(pools=[kept])
+    system.wait_pickable(*(engine.address for engine in bilingual))
+    with Load(system, model="sim", clients=2) as beside, Load(system, model="sim-2", clients=4) as load:
+        for _ in range(3):
+            _reload(system, kept, _static("more", "sim-2", *bilingual))
+            load.wait_for(OK)
+            _reload(system, kept, _static("renamed", "sim-2", *bilingual))
+            load.wait_for(OK)
+            _reload(system, kept)
+            load.wait_for(UNKNOWN_MODEL)
+    assert beside.outcomes == {OK}
+    assert load.outcomes <= {UNKNOWN_MODEL, NOT_READY, OK}
+
+
+def _reload(system: System, *pools: dict[str, Any]) -> None:
+    """Put these pools in force."""
+    before = system.total("pointsman_config_generation")
+    system.config["pools"] = list(pools)
+    system.write_config()
+    eventually(lambda: system.total("pointsman_config_generation") > before, "the new generation is in force")
+
+
+def test_an_envoy_that_was_killed_holds_no_newcomer_up(
+    pair: list[Engine], make_system: Callable[..., System], tmp_path: Path
+) -> None:
+    """Its session ends with it, and the next Envoy's counts."""
+    file = tmp_path / "endpoints.json"
+    _list_endpoints(file, pair[:1])
+    system = make_system(pools=[_by_file(file)])
+    system.wait_pickable(pair[0].address)
+    os.kill(system.child("envoy.yaml"), signal.SIGKILL)
+    _list_endpoints(file, pair)
+    system.wait_pickable(*(engine.address for engine in pair))
+    eventually(lambda: httpx.get(f"{system.url}/v1/models").status_code == 200, "the next Envoy serves")
+    eventually(lambda: system.total("pointsman_xds_sessions") == 1, "only the next Envoy is connected")
 
 
 def test_a_bad_reload_changes_nothing_and_is_reported(pair: list[Engine], make_system: Callable[..., System]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from extproc.control.ads_session import CDS, EDS, Addresses, AdsSession, Request, Response, Snapshot
 
-A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+A, B, C, D = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000", "10.0.0.4:8000"
 LDS = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
@@ -26,10 +26,11 @@ class Envoy:
         self.inbox: list[Response] = []
         self.known: dict[str, Addresses] = {}
         self.clusters: set[str] = set()
+        self.nonce = ""
 
-    def connect(self) -> None:
-        """Subscribe to the clusters and to what it knew before."""
-        self.take(self.session.receive(Request(CDS)))
+    def connect(self, *, version: str = "") -> None:
+        """Subscribe to the clusters, of which it may hold a version, and to the addresses it knew before."""
+        self.take(self.session.receive(Request(CDS, version=version)))
         if self.names:
             self.take(self.session.receive(Request(EDS, self.names)))
 
@@ -49,15 +50,22 @@ class Envoy:
         if response.type_url == CDS:
             self.clusters = set(response.resources)
         else:
-            names = self.names
-            self.known.update({k: v for k, v in response.resources.items() if isinstance(v, frozenset)})
+            names, self.nonce = self.names, response.nonce
+            self.known.update({k: v for k, v in response.resources.items() if isinstance(v, frozenset) and k in names})
         self.take(self.session.receive(Request(response.type_url, names, response.nonce)))
         return response
+
+    def follow(self) -> None:
+        """As `ack`, and then ask for the addresses of exactly the clusters it has now, as a real Envoy does."""
+        if self.ack().type_url == CDS and self.names != self.clusters:
+            self.known = {name: addresses for name, addresses in self.known.items() if name in self.clusters}
+            self.ask_for(*self.clusters, nonce=self.nonce)
 
     def nack(self) -> Response:
         """Refuse the oldest response."""
         response = self.inbox.pop(0)
         names = self.names if response.type_url == EDS else frozenset()
+        self.nonce = response.nonce if response.type_url == EDS else self.nonce
         self.take(self.session.receive(Request(response.type_url, names, response.nonce, "no")))
         return response
 
@@ -179,7 +187,7 @@ def test_a_new_cluster_comes_before_its_addresses() -> None:
 
 
 def test_a_removed_cluster_leaves_without_a_word_on_its_addresses() -> None:
-    """On removal CDS says so and EDS stays quiet; afterwards the session has no say on that cluster."""
+    """On removal CDS says so and EDS stays quiet; afterwards the session vouches for nothing there."""
     envoy = connected(snapshot(1, chat={A}, code={B}), "chat", "code")
     envoy.take(envoy.session.offer(snapshot(2, chat={A})))
     [clusters] = envoy.inbox
@@ -187,8 +195,95 @@ def test_a_removed_cluster_leaves_without_a_word_on_its_addresses() -> None:
     envoy.ack()
     envoy.ask_for("chat", nonce=last_eds_nonce(envoy))
     assert envoy.inbox == []
-    assert envoy.session.vouched("code") is None
+    assert envoy.session.vouched("code") == frozenset()
     assert envoy.session.vouched("chat") == {A}
+
+
+def test_a_new_cluster_counts_once_it_and_its_addresses_are_acknowledged() -> None:
+    """Before that an Envoy answers requests for it with an error, so nobody may be sent there."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    vouched = [envoy.session.vouched("code")]
+    envoy.take(envoy.session.offer(snapshot(2, chat={A}, code={B})))
+    vouched.append(envoy.session.vouched("code"))
+    envoy.follow()
+    vouched.append(envoy.session.vouched("code"))
+    assert vouched == [frozenset()] * 3
+    envoy.follow()
+    assert envoy.session.vouched("code") == {B}
+    assert envoy.session.vouched("chat") == {A}
+
+
+def test_a_refused_new_cluster_never_counts() -> None:
+    """An Envoy that serves and refuses a cluster list holds the new cluster up, and nothing else."""
+    envoy = connected(snapshot(1, chat={A}), "chat")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A}, code={B})))
+    envoy.nack()
+    assert envoy.session.vouched("code") == frozenset()
+    assert envoy.session.vouched("chat") == {A}
+
+
+def test_an_envoy_that_accepts_no_cluster_at_all_has_no_say() -> None:
+    """It serves nobody, so it holds nobody up."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}))
+    envoy = Envoy(session)
+    envoy.connect()
+    envoy.nack()
+    assert session.vouched("chat") is None
+
+
+def test_a_new_envoy_holds_nothing_up_while_it_fetches_its_first_clusters() -> None:
+    """It listens only when it has their addresses; a cluster that comes later is not believed there."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}))
+    envoy = Envoy(session)
+    envoy.connect()
+    envoy.follow()
+    envoy.take(session.offer(snapshot(2, chat={A}, code={B})))
+    assert session.vouched("chat") == {A}
+    assert session.vouched("code") == frozenset()
+
+
+def test_a_returning_envoy_is_believed_to_have_what_it_asks_addresses_for() -> None:
+    """It has been serving all along: the clusters it had count at once, one added meanwhile only when acknowledged."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}, code={B}))
+    envoy = Envoy(session, eds={"chat"})
+    envoy.connect(version="7")
+    assert session.vouched("chat") == {A}
+    envoy.follow()
+    assert session.vouched("chat") == {A}
+    assert session.vouched("code") == frozenset()
+    while envoy.inbox:
+        envoy.follow()
+    assert session.vouched("code") == {B}
+
+
+def test_a_returning_envoy_that_refuses_the_clusters_keeps_the_old_ones() -> None:
+    """As one that stayed connected would."""
+    session = AdsSession()
+    session.offer(snapshot(1, chat={A}, code={B}))
+    envoy = Envoy(session, eds={"chat"})
+    envoy.connect(version="7")
+    envoy.nack()
+    assert session.vouched("chat") == {A}
+    assert session.vouched("code") == frozenset()
+
+
+def test_a_cluster_that_comes_back_starts_anew() -> None:
+    """From the moment its removal is under way; what was acknowledged before says nothing of the new one."""
+    envoy = connected(snapshot(1, chat={A}, code={B}), "chat", "code")
+    envoy.take(envoy.session.offer(snapshot(2, chat={A})))
+    envoy.take(envoy.session.offer(snapshot(3, chat={A}, code={B})))
+    assert envoy.session.vouched("code") == frozenset()
+    envoy.ack()  # and its wish for fewer addresses is still under way
+    assert envoy.session.vouched("code") == frozenset()
+    envoy.ack()
+    assert envoy.session.vouched("code") == frozenset()
+    [addresses] = envoy.inbox
+    assert addresses.resources == {"code": {B}}
+    envoy.ack()
+    assert envoy.session.vouched("code") == {B}
 
 
 def test_a_changed_cluster_gets_its_addresses_again() -> None:
@@ -241,34 +336,49 @@ def test_listeners_are_never_answered() -> None:
     assert session.receive(Request(LDS)) == []
 
 
+POOLS = st.dictionaries(st.sampled_from(["chat", "code", "search"]), st.sets(st.sampled_from([A, B, C])))
+
+
 @given(st.data())
 def test_every_order_ends_with_the_newest_acknowledged(data: st.DataObject) -> None:
-    """In any order of publishes, ACKs and NACKs a session vouches for what Envoy really took over.
+    """In any order of publishes, ACKs and NACKs a session vouches only for what Envoy really has.
 
-    No more than one response per type is in flight, and in the end Envoy knows the newest addresses.
+    Clusters and addresses come and go. No more than one response per type is in flight, no cluster counts whose removal
+    is, and in the end Envoy knows the newest.
     """
     session = AdsSession()
     envoy = Envoy(session, eds={"chat", "code"})
-    sets = st.sets(st.sampled_from([A, B, C]))
     session.offer(snapshot(0, chat={A}, code=set()))
     envoy.connect()
-    for version in range(1, data.draw(st.integers(1, 12))):
-        step = data.draw(st.sampled_from(["publish", "ack", "nack"]))
+    while envoy.inbox:
+        envoy.follow()
+    for version in range(1, data.draw(st.integers(1, 16))):
+        step = data.draw(st.sampled_from(["publish", "ack", "ack", "nack"]))
         if step == "publish":
-            envoy.take(session.offer(snapshot(version, chat=data.draw(sets), code=data.draw(sets))))
+            envoy.take(session.offer(snapshot(version, **data.draw(POOLS))))
         elif envoy.inbox:
-            envoy.ack() if step == "ack" else envoy.nack()
-        for type_url in (CDS, EDS):
-            assert sum(one.type_url == type_url for one in envoy.inbox) <= 1
-        for name, known in envoy.known.items():
-            assert session.vouched(name) == known
-    envoy.take(session.offer(snapshot(99, chat={A, B, C}, code={C})))
-    while envoy.inbox:
-        envoy.ack()
-    envoy.take(session.offer(snapshot(100, chat={B}, code={A, B})))
-    while envoy.inbox:
-        envoy.ack()
-    assert envoy.known == {"chat": {B}, "code": {A, B}}
+            envoy.follow() if step == "ack" else envoy.nack()
+        check_session(envoy)
+    for newest in ({"chat": {A, D}, "code": {D}}, {"chat": {D}, "code": {B, D}, "search": {C, D}}):
+        settings = dict.fromkeys(newest, b"never refused before, as no D was")
+        envoy.take(session.offer(Snapshot("99", settings, snapshot(99, **newest).assignments)))
+        while envoy.inbox:
+            envoy.follow()
+            check_session(envoy)
+        assert envoy.known == newest
+        assert {name: session.vouched(name) for name in newest} == newest
+
+
+def check_session(envoy: Envoy) -> None:
+    """What holds at every moment."""
+    clusters = [one.resources for one in envoy.inbox if one.type_url == CDS]
+    assert len(clusters) <= 1
+    assert len(envoy.inbox) - len(clusters) <= 1
+    for name in ("chat", "code", "search"):
+        vouched = envoy.session.vouched(name)
+        assert vouched is not None
+        assert vouched <= envoy.known.get(name, frozenset())
+        assert not vouched or all(name in listed for listed in clusters)
 
 
 def last_eds_nonce(envoy: Envoy) -> str:

@@ -36,8 +36,12 @@ class Counted:
         self.seen.append(("nacked", type_name, detail))
 
     def connected(self, count: int) -> None:
-        """Open streams."""
+        """Envoys connected."""
         self.open = count
+
+    def refused(self) -> None:
+        """A stream beyond the bound."""
+        self.seen.append(("refused",))
 
 
 class Refused(Exception):
@@ -47,13 +51,14 @@ class Refused(Exception):
 class Envoy:
     """One end of a discovery stream, in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: str = "test") -> None:
+        self.connection = connection
         self.requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.responses: asyncio.Queue[bytes] = asyncio.Queue()
 
     def peer(self) -> str:
         """As grpcio's context."""
-        return "test"
+        return self.connection
 
     async def abort(self, code: object, _details: str) -> None:
         """As grpcio's context."""
@@ -82,9 +87,9 @@ class Envoy:
 
 
 @asynccontextmanager
-async def connected(server: XdsServer) -> AsyncIterator[Envoy]:
+async def connected(server: XdsServer, connection: str = "test") -> AsyncIterator[Envoy]:
     """An open stream."""
-    envoy = Envoy()
+    envoy = Envoy(connection)
     task = asyncio.create_task(server.stream(envoy.read(), envoy))
     try:
         yield envoy
@@ -195,13 +200,84 @@ async def test_garbage_ends_its_stream_only() -> None:
 
 
 async def test_the_number_of_streams_is_bounded() -> None:
-    """A stream beyond the bound is refused."""
-    server = XdsServer(Counted(), nothing, max_streams=1)
+    """A stream beyond the bound is refused and counted."""
+    events = Counted()
+    server = XdsServer(events, nothing, max_streams=1)
     async with connected(server):
         await asyncio.sleep(0)
         late = Envoy()
         with pytest.raises(Refused, match="RESOURCE_EXHAUSTED"):
             await server.stream(late.read(), late)
+        assert events.seen == [("refused",)]
+
+
+async def test_envoys_are_counted_and_not_their_streams() -> None:
+    """One may open a stream for every cluster, all on its one connection."""
+    events = Counted()
+    server = XdsServer(events, nothing)
+    async with connected(server, "first"), connected(server, "first"), connected(server, "second"):
+        await until(lambda: events.open == 2)
+        await asyncio.sleep(0)
+        assert events.open == 2
+    assert events.open == 0
+
+
+async def test_a_stream_that_cannot_be_written_to_no_longer_counts() -> None:
+    """It ends, although nothing says so on the side we read from: its session would wait for an answer for ever."""
+
+    class Deaf(Envoy):
+        async def write(self, message: bytes) -> None:
+            raise OSError(message)
+
+    events = Counted()
+    server = XdsServer(events, nothing)
+    envoy = Deaf()
+    stream = asyncio.create_task(server.stream(envoy.read(), envoy))
+    envoy.ask(EDS, "chat")
+    server.publish(published(A))
+    async with asyncio.timeout(30):
+        with pytest.raises(ExceptionGroup):
+            await stream
+    assert events.open == 0
+    server.publish(published(A, B, version="2"))
+    assert server.acknowledged("chat") == {A, B}
+
+
+async def test_a_new_cluster_waits_for_an_envoy_that_does_not_know_it() -> None:
+    """None of its addresses counts until Envoy has taken over the cluster and then its addresses."""
+    server = XdsServer(Counted(), nothing)
+    server.publish(published(A))
+    async with connected(server) as envoy:
+        envoy.ask(CDS)
+        envoy.ask(CDS, nonce=(await envoy.receive()).nonce)
+        envoy.ask(EDS, "chat")
+        old = await envoy.receive()
+        envoy.ask(EDS, "chat", nonce=old.nonce)
+        await until(envoy.requests.empty)
+        both = {"chat": frozenset({A}), "code": frozenset({B})}
+        server.publish(Snapshot("2", {"chat": b"", "code": b""}, both))
+        clusters = await envoy.receive()
+        assert server.acknowledged("code") == frozenset()
+        envoy.ask(CDS, nonce=clusters.nonce)
+        envoy.ask(EDS, "chat", "code", nonce=old.nonce)
+        addresses = await envoy.receive()
+        assert server.acknowledged("code") == frozenset()
+        assert server.acknowledged("chat") == {A}
+        envoy.ask(EDS, "chat", "code", nonce=addresses.nonce)
+        await until(lambda: server.acknowledged("code") == {B})
+
+
+async def test_a_returning_envoy_says_which_version_it_holds() -> None:
+    """By that it is told from a new one: a cluster it has not got is not believed there."""
+    server = XdsServer(Counted(), nothing)
+    server.publish(Snapshot("2", {"chat": b"", "code": b""}, {"chat": frozenset({A}), "code": frozenset({B})}))
+    async with connected(server) as envoy:
+        first = discovery_pb2.DiscoveryRequest(type_url=CDS, version_info="1")
+        envoy.requests.put_nowait(first.SerializeToString())
+        envoy.ask(EDS, "chat")
+        envoy.ask(CDS, nonce=(await envoy.receive()).nonce)
+        await until(lambda: server.acknowledged("code") == frozenset())
+        assert server.acknowledged("chat") == {A}
 
 
 def test_addresses_are_encoded_as_envoy_reads_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_the_window_is_the_engines() -> None:
     house.bring_up("m", A)
     assert house.state.context_tokens[house.slot(A)] == 4_096
     house.fleet.listed_models(A, Listing(frozenset({"m"}), None))
-    assert house.state.context_tokens[house.slot(A)] == 0
+    assert house.state.context_tokens[house.slot(A)] == math.inf
 
 
 def test_no_pool_is_published_before_its_discovery_reported() -> None:
@@ -293,6 +294,34 @@ def test_a_newcomer_on_a_freed_slot_inherits_nothing(house: House) -> None:
     assert house.described(B)["observed_age_s"] is None
 
 
+def test_a_newcomer_inherits_no_credit_given_after_its_predecessor_left(house: House) -> None:
+    """A request may move to a slot that has already left the pool."""
+    house.bring_up("m", A)
+    slot = house.slot(A)
+    house.fleet.set_endpoints("m", [])
+    house.fleet.placements["m"].index.insert(slot, [1, 2], [100, 100], house.now_s)
+    house.now_s += 10
+    house.fleet.tick()
+    house.fleet.set_endpoints("m", [B])
+    assert house.slot(B) == slot
+    assert house.fleet.placements["m"].index.held_tokens(slot) == 0
+
+
+def test_a_newcomer_to_a_second_pool_inherits_no_credit_there() -> None:
+    """Its slot may have been another endpoint's in that pool."""
+    house = House(config("m", "n"))
+    house.bring_up("n", A)
+    slot = house.slot(A)
+    house.fleet.set_endpoints("n", [])
+    house.fleet.placements["n"].index.insert(slot, [1, 2], [100, 100], house.now_s)
+    house.now_s += 10
+    house.fleet.tick()
+    house.bring_up("m", B)
+    house.bring_up("n", B)
+    assert house.slot(B) == slot
+    assert house.fleet.placements["n"].index.held_tokens(slot) == 0
+
+
 def test_draining_is_not_leaving(house: House) -> None:
     """Picked no more, but published and watched until it is unlisted or taken back."""
     house.bring_up("m", A, B)
@@ -353,6 +382,49 @@ def test_a_restarted_engine_loses_its_prefix_credit(house: House) -> None:
     assert house.events.seen.count((A, "restarted")) == 1
 
 
+@pytest.mark.parametrize("counter", ["prefix_queries_tokens", "prefix_hits_tokens"])
+def test_a_counter_that_goes_down_is_a_restart(house: House, counter: str) -> None:
+    """Also of an engine whose page tells no start time; one that grows, stays or is missing is none."""
+    house.bring_up("m", A)
+    index = house.fleet.placements["m"].index
+    house.place()
+    for value in (500.0, 500.0, None, 700.0):
+        house.fleet.scraped(A, EngineFigures(running=0, waiting=0, **{counter: value}))
+    assert index.held_tokens(house.slot(A)) == 300
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0))
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, **{counter: 600.0}))
+    assert index.held_tokens(house.slot(A)) == 0
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, **{counter: 600.0}))
+    assert house.events.seen.count((A, "restarted")) == 1
+
+
+def test_a_restart_ends_the_rest_after_failed_requests(house: House) -> None:
+    """What failed them is gone: the next good probe brings the endpoint back, the configured rest or not."""
+    house.fleet.configure(
+        Generation(2, parse("probe: {cooldown_ms: 7000}\npools: [{name: m, models: [m], endpoints: {file: m.yaml}}]"))
+    )
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=1.0))
+    for _ in range(3):
+        house.fleet.observe(A, Evidence.FAILED)
+    house.now_s += 6.9
+    house.fleet.listed_models(A, LISTING)
+    assert house.state_of(A) is State.UNHEALTHY
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2.0))
+    house.fleet.listed_models(A, LISTING)
+    assert house.state_of(A) is State.READY
+
+
+def test_a_restart_told_twice_counts_once(house: House) -> None:
+    """By the start time at first, and by counters that the first page after it lacked."""
+    house.bring_up("m", A)
+    before = EngineFigures(running=0, waiting=0, started_at_s=1.0, prefix_queries_tokens=900.0)
+    house.fleet.scraped(A, before)
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2.0))
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2.0, prefix_queries_tokens=10.0))
+    assert house.events.seen.count((A, "restarted")) == 1
+
+
 def test_the_error_average_follows_requests_and_not_probes(house: House) -> None:
     """A tenth of the newest outcome each time."""
     house.bring_up("m", A)
@@ -398,13 +470,34 @@ def test_leaving_one_of_two_pools_keeps_it_in_the_other() -> None:
     assert house.state.slot_of(A) is None
 
 
-def test_a_shared_address_waits_for_both_clusters() -> None:
-    """Known in one cluster only, it is not routable."""
+def test_a_shared_address_is_picked_where_envoy_knows_it() -> None:
+    """Each cluster for itself: a new pool that Envoy does not take over costs the old one nothing."""
     house = House(config("m", "n"))
     house.bring_up("m", A)
-    house.bring_up("n", A)
+    house.place("m")
+    house.fleet.set_endpoints("n", [A])
     house.fleet.acknowledged({"pool_m": frozenset({A}), "pool_n": frozenset()})
-    assert (house.pick("m"), house.pick("n")) == (set(), set())
+    assert (house.pick("m"), house.pick("n")) == ({A}, set())
+    house.fleet.acknowledged({"pool_m": frozenset(), "pool_n": frozenset({A})})
+    assert (house.pick("m"), house.pick("n")) == (set(), {A})
+    house.acknowledge()
+    assert (house.pick("m"), house.pick("n")) == ({A}, {A})
+
+
+def test_of_two_configured_capacities_the_smaller_holds() -> None:
+    """Only one can be right, and an index too large misleads more; the engine's own figure ends the guess."""
+    house = House(config("m", "n", m="kv_capacity_tokens: 300", n="kv_capacity_tokens: 200"))
+    house.bring_up("m", A)
+    assert house.state.kv_capacity_tokens[house.slot(A)] == 300
+    house.bring_up("n", A)
+    assert house.state.kv_capacity_tokens[house.slot(A)] == 200
+    house.fleet.set_endpoints("n", [])
+    assert house.state.kv_capacity_tokens[house.slot(A)] == 300
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, kv_capacity_tokens=100))
+    house.bring_up("n", A)
+    assert house.state.kv_capacity_tokens[house.slot(A)] == 100
+    house.place("n")
+    assert house.fleet.placements["n"].index.held_tokens(house.slot(A)) == 100
 
 
 def test_capacity_and_restarts_reach_every_pool_of_an_address() -> None:
@@ -447,18 +540,49 @@ def test_an_unchanged_pool_keeps_its_placement(house: House) -> None:
 
 
 def test_a_removed_pool_goes_with_its_endpoints() -> None:
-    """No placement, no assignment, its endpoints leave; the other pool's stay."""
+    """No placement at once; its cluster and addresses after the grace, since replies under way name them."""
     house = House(config("m", "n"))
     house.bring_up("m", A)
     house.bring_up("n", B)
     house.fleet.configure(config("n"))
     assert set(house.fleet.placements) == {"n"}
-    assert house.publications[-1] == {"pool_n": frozenset({B})}
     assert list(house.fleet.addresses()) == [B]
-    house.now_s += 10
+    house.now_s += REMOVAL_GRACE_S / 2
     house.fleet.tick()
+    assert house.publications[-1] == {"pool_m": frozenset({A}), "pool_n": frozenset({B})}
+    house.now_s += REMOVAL_GRACE_S / 2
+    house.fleet.tick()
+    assert house.publications[-1] == {"pool_n": frozenset({B})}
     assert house.state.slot_of(A) is None
     assert house.fleet.synced
+
+
+def test_a_pool_that_moves_to_anothers_cluster_leaves_ours_after_the_grace() -> None:
+    """Its endpoints stay, and replies under way still find our cluster with all of them."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", B)
+    house.fleet.configure(config("m", "n", m="cluster: mesh"))
+    assert house.publications[-1] == {"pool_m": frozenset({A}), "pool_n": frozenset({B})}
+    house.now_s += REMOVAL_GRACE_S
+    house.fleet.tick()
+    assert house.publications[-1] == {"pool_n": frozenset({B})}
+    house.acknowledge()
+    assert house.pick("m") == {A}
+
+
+def test_a_pool_removed_by_one_reload_stays_for_its_grace_through_the_next() -> None:
+    """Which neither prolongs nor ends it."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", B)
+    house.fleet.configure(config("n"))
+    house.now_s += REMOVAL_GRACE_S / 2
+    house.fleet.configure(config("n", n="policy: round-robin"))
+    assert "pool_m" in house.publications[-1]
+    house.now_s += REMOVAL_GRACE_S / 2
+    house.fleet.tick()
+    assert "pool_m" not in house.publications[-1]
 
 
 def test_a_pool_that_returns_must_be_discovered_anew() -> None:
@@ -472,6 +596,20 @@ def test_a_pool_that_returns_must_be_discovered_anew() -> None:
     assert house.publications[-1] == {"pool_n": frozenset({B})}
     house.bring_up("m", A)
     assert house.pick("m") == {A}
+
+
+def test_a_new_configured_capacity_reaches_endpoints_that_report_none(house: House) -> None:
+    """At once, and what no longer fits is evicted; an engine's own figure stays."""
+    house.bring_up("m", A, B)
+    house.fleet.scraped(B, EngineFigures(running=0, waiting=0, kv_capacity_tokens=5_000))
+    index = house.fleet.placements["m"].index
+    index.insert(house.slot(A), [1, 2, 3], [100, 100, 100], house.now_s)
+    house.fleet.configure(config("m", m="kv_capacity_tokens: 250"))
+    assert house.state.kv_capacity_tokens[house.slot(A)] == 250
+    assert house.state.kv_capacity_tokens[house.slot(B)] == 5_000
+    assert index.held_tokens(house.slot(A)) == 200
+    index.insert(house.slot(B), [1, 2, 3], [100, 100, 100], house.now_s)
+    assert index.held_tokens(house.slot(B)) == 300
 
 
 def test_new_thresholds_apply_to_endpoints_that_are_there(house: House) -> None:
