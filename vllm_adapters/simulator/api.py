@@ -6,9 +6,11 @@ No sockets and no engine here. Fields nobody needs (temperature, n, stop, ...) a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +29,7 @@ from vllm_adapters.simulator.text import (
 DEFAULT_MAX_TOKENS = 64  # vLLM's is all that fits the context; a simulated answer has no natural end
 DONE = b"data: [DONE]\n\n"
 
+_T = TypeVar("_T")
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 
 
@@ -112,6 +115,15 @@ class Ask:
         return count_tokens(self.answer)
 
 
+@contextmanager
+def _validation() -> Iterator[None]:
+    """What a body is refused with that has not the shape it should have."""
+    try:
+        yield
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ApiError(400, f"1 validation error: {error}", type="Bad Request") from error
+
+
 class Reader:
     """Reads request bodies for an engine that serves `models` with contexts of `max_model_len` tokens."""
 
@@ -123,16 +135,20 @@ class Reader:
 
     def read(self, body: bytes, *, chat: bool) -> Ask:
         """The request in `body`. Raises ApiError."""
-        try:
+        with _validation():
             return self._read_chat(body) if chat else self._read_completion(body)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise ApiError(400, f"1 validation error: {error}", type="Bad Request") from error
+
+    def decode(self, body: bytes, type: type[_T]) -> _T:  # noqa: A002 - as msgspec calls it
+        """The body as a struct of that type. Raises ApiError."""
+        with _validation():
+            return msgspec.json.decode(body, type=type)
 
     def _read_completion(self, document: bytes) -> Ask:
         body = self._completion.decode(document)
-        return self._ask(body, self._model(body.model), _prompt(body))
+        return self._ask(body, self.model(body.model), _prompt(body))
 
-    def _model(self, asked: str | None) -> str:
+    def model(self, asked: str | None) -> str:
+        """The model meant; the first one where none is named. Raises ApiError for one that is not served."""
         if asked is None:
             return self.models[0]
         if asked not in self.models:
@@ -143,7 +159,7 @@ class Reader:
 
     def _read_chat(self, document: bytes) -> Ask:
         body = self._chat.decode(document)
-        model = self._model(body.model)
+        model = self.model(body.model)
         if not body.messages:
             raise ApiError(400, "messages must not be empty")
         tools = b"" if bytes(body.tools) == b"null" else bytes(body.tools)

@@ -11,6 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,18 +20,23 @@ from aiohttp import web
 from vllm_adapters.simulator import exposition, faults
 from vllm_adapters.simulator.api import DONE, Answer, ApiError, Ask, Reader, Usage
 from vllm_adapters.simulator.books import Books, Record
+from vllm_adapters.simulator.dialects import Dialect, Message, Responses, Spoken, anthropic_error, stream_of
 from vllm_adapters.simulator.engine import PromptTooLarge
 from vllm_adapters.simulator.exchange import Cut, Exchange
 from vllm_adapters.simulator.faults import Faults
 from vllm_adapters.simulator.options import SimOptions
 from vllm_adapters.simulator.pacing import PacedEngine, Ticket
-from vllm_adapters.simulator.text import block_hashes
+from vllm_adapters.simulator.pooling import ANSWERERS, Posted
+from vllm_adapters.simulator.text import TOKEN_BYTES, block_hashes
 
 VERSION = "0.32.0"  # of the vLLM whose surface this is
 KEEP_ALIVE_S = 5.0  # an idle connection is closed after this: vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
 LARGEST_BODY_BYTES = 64 << 20
 _CHAT = "/v1/chat/completions"
 _COMPLETION = "/v1/completions"
+_RESPONSES = "/v1/responses"
+_STORED = "/v1/responses/{id}"
+_MESSAGES = "/v1/messages"
 _SHUTDOWN_S = 1.0  # what is still running that long after everything was cancelled, is cut off
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -49,6 +55,11 @@ class SimulatedServer:
         self.faults = faults.NONE
         self.port = options.port + index if options.port else 0
         self._reader = Reader(options.models, options.max_model_len)
+        self._responses = Responses(self._reader)
+        self._dialects: dict[str, Callable[[bytes, str], Dialect]] = {
+            _RESPONSES: self._responses.read,
+            _MESSAGES: partial(Message.read, self._reader),
+        }
         self._paced = PacedEngine(self.engine, options.speed)
         self._released = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -178,8 +189,11 @@ class SimulatedServer:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._gate], client_max_size=LARGEST_BODY_BYTES)
-        app.router.add_post(_CHAT, self._chat)
-        app.router.add_post(_COMPLETION, self._completion)
+        for path in (_CHAT, _COMPLETION, _RESPONSES, _MESSAGES, *ANSWERERS):
+            app.router.add_post(path, self._inference)
+        app.router.add_post(_STORED + "/cancel", self._inference)
+        app.router.add_get(_STORED, self._inference)
+        app.router.add_get("/v1/realtime", self._realtime)
         for path, handler in {
             "/v1/models": self._models,
             "/health": self._health,
@@ -196,18 +210,12 @@ class SimulatedServer:
 
     @web.middleware
     async def _gate(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if request.path not in {_CHAT, _COMPLETION} and not request.path.startswith("/sim/"):
+        if request.method == "GET" and not request.path.startswith("/sim/"):
             await self._paced.moving.wait()
         try:
             return await handler(request)
         except web.HTTPException as error:  # FastAPI's shape, not OpenAI's
             return web.json_response({"detail": error.reason}, status=error.status)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=True)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=False)
 
     async def _models(self, _: web.Request) -> web.Response:
         entry = {"object": "model", "created": int(self.books.started_at_s), "owned_by": "vllm", "parent": None}
@@ -259,13 +267,14 @@ class SimulatedServer:
 
     # -- generation
 
-    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _inference(self, request: web.Request) -> web.StreamResponse:
+        """Any request of clients: with its faults, on the books from its headers to the end of its answer."""
         books = self.books
         books.in_flight += 1
         self._quiet.clear()
         exchange = Exchange(request, self.faults, self._record(request))
         try:
-            response = await self._respond(exchange, chat=chat)
+            response = await self._respond(exchange)
         except Cut:
             books.failed += 1
             return web.Response()  # to a connection that is gone
@@ -292,15 +301,67 @@ class SimulatedServer:
         self.books.records.append(record)
         return record
 
-    async def _respond(self, exchange: Exchange, *, chat: bool) -> web.StreamResponse:
-        body = await exchange.request.read()
+    async def _respond(self, exchange: Exchange) -> web.StreamResponse:
+        request = exchange.request
+        body = await request.read()
         if exchange.record is not None:
             exchange.record.body = body
+        request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         try:
-            ask, ticket = await self._accept(exchange, body, chat=chat)
+            if request.path in {_CHAT, _COMPLETION}:
+                return await self._generate(exchange, body, request_id)
+            await self._show_early_faults(exchange)
+            if request.path in self._dialects:
+                return await self._speak(exchange, self._dialects[request.path](body, request_id))
+            return exchange.whole(200, msgspec.json.encode(self._at_once(request, body, request_id)))
         except ApiError as error:
-            return exchange.whole(error.status, error.body)
-        request_id = exchange.request.headers.get("X-Request-Id") or uuid.uuid4().hex
+            return exchange.whole(error.status, anthropic_error(error) if request.path == _MESSAGES else error.body)
+
+    def _at_once(self, request: web.Request, body: bytes, request_id: str) -> dict[str, Any]:
+        """An answer that no token has to be generated for."""
+        if request.path in ANSWERERS:
+            posted = Posted(body, request.headers.get("Content-Type", ""), request_id)
+            return ANSWERERS[request.path](self._reader, posted)
+        return self._responses.find(request.match_info["id"])
+
+    async def _speak(self, exchange: Exchange, dialect: Dialect) -> web.StreamResponse:
+        """A chat in another API's words."""
+        ask = self._reader.read(dialect.as_chat(), chat=True)
+        exchange.ticket = ticket = self._submit(ask, exchange.faults)
+        while not ticket.done:
+            await ticket.more(ticket.produced)
+        await self._hold(exchange)
+        reason = self._count_end(Answer(ask, "", 0), ticket)
+        text = ask.answer[: ticket.produced * TOKEN_BYTES].decode(errors="replace")
+        answer = dialect.whole(Spoken(ask.model, text, _usage(ticket), reason))
+        if not dialect.stream:
+            return exchange.whole(200, msgspec.json.encode(answer))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(exchange.request)
+        await exchange.write(response, stream_of(dialect, answer))
+        await response.write_eof()
+        return response
+
+    async def _realtime(self, request: web.Request) -> web.WebSocketResponse:
+        """Says again what it is told, until the client leaves. In flight as long as that takes."""
+        self._record(request)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.books.in_flight += 1
+        try:
+            async for message in socket:
+                await (
+                    socket.send_bytes(message.data)
+                    if isinstance(message.data, bytes)
+                    else socket.send_str(message.data)
+                )
+        finally:
+            self.books.in_flight -= 1
+        self.books.served += 1
+        return socket
+
+    async def _generate(self, exchange: Exchange, body: bytes, request_id: str) -> web.StreamResponse:
+        ask, ticket = await self._accept(exchange, body, chat=exchange.request.path == _CHAT)
         answer = Answer(ask, request_id, int(time.time()))
         if ask.stream:
             return await self._stream(exchange, answer, ticket)
