@@ -25,7 +25,7 @@ from extproc.admin.server import AdminServer
 from extproc.config.generations import Generation
 from extproc.config.loading import ConfigError, load
 from extproc.config.schema import Config
-from extproc.control.snapshots import Publisher
+from extproc.control.snapshots import Publisher, clusters_of
 from extproc.fleet.discovery import Discovery, follow_file
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.watchers import Watchers
@@ -158,6 +158,7 @@ class App:
 
     def _apply(self, generation: Generation) -> None:
         """Make a generation the one in force."""
+        clusters = clusters_of(generation.config)  # first, since it alone may fail: then nothing has changed yet
         self.fleet.configure(generation)
         self.generation = self.pipeline.generation = generation
         config = generation.config
@@ -166,7 +167,7 @@ class App:
         self.flights.max_open = config.limits.open_requests
         self.flights.max_unsettled = config.limits.unsettled_requests
         self._watchers.configure(config)
-        self._publisher.configure(config)
+        self._publisher.configure(config, clusters)
         self._discovery.configure(config.pools)
         self._watchers.watch(self.fleet.addresses())
         self._keep(config)
@@ -197,7 +198,12 @@ class App:
         config = _with_fixed_parts_of(self.generation.config, found)
         if config == self.generation.config:
             return
-        self._apply(Generation(self.generation.number + 1, config))
+        try:
+            self._apply(Generation(self.generation.number + 1, config))
+        except Exception:
+            self.metrics.reloaded(ok=False)
+            log.exception("config cannot be put into force")
+            return
         self.metrics.reloaded(ok=True)
         self.metrics.generation_in_force(self.generation.number)
         log.info("config reloaded", generation=self.generation.number)

@@ -16,6 +16,7 @@ import structlog
 from extproc.config.generations import Generation, Target
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights
+from extproc.names import RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import (
@@ -40,8 +41,6 @@ from policies.types import Decision, InferenceRequest, Reason, Refusal
 log = structlog.get_logger(__name__)
 
 _INVALID = "invalid_request_error"
-_RETRY_AFTER_S = 1
-"""An endpoint is back within a second of answering, so that is when trying again makes sense."""
 
 
 class PipelineEvents(Protocol):
@@ -150,7 +149,7 @@ class Pipeline:
         if refusal is not None or (api is not None and api.model_in is ModelIn.NOWHERE):
             return refusal
         if self.draining:
-            return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=_RETRY_AFTER_S)
+            return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
         if self._flights.full:
             return _too_many_requests()
         if _declared_bytes(headers) > generation.config.limits.request_body_bytes:
@@ -266,7 +265,7 @@ _WITH_BODIES = {ModelIn.JSON: "application/json", ModelIn.FORM: "multipart/form-
 
 def _too_many_requests() -> Refusal:
     message = "too many requests in flight"
-    return Refusal(429, "rate_limit_error", message, Reason.TOO_MANY_REQUESTS, retry_after_s=_RETRY_AFTER_S)
+    return Refusal(429, "rate_limit_error", message, Reason.TOO_MANY_REQUESTS, retry_after_s=RETRY_AFTER_S)
 
 
 def _unsupported_encoding(encoding: str) -> Refusal:
@@ -291,4 +290,4 @@ def _method_not_allowed(method: str, path: str) -> Refusal:
 def _no_ready_endpoint(target: Target, nowhere: Unplaceable) -> Refusal:
     why = ", ".join(f"{len(addresses)} {name}" for name, addresses in nowhere.filtered) or "the pool is empty"
     message = f"no endpoint of pool {target.pool.name} can take the request now (failed filters: {why})"
-    return Refusal(503, "server_error", message, Reason.NO_READY_ENDPOINT, retry_after_s=_RETRY_AFTER_S)
+    return Refusal(503, "server_error", message, Reason.NO_READY_ENDPOINT, retry_after_s=RETRY_AFTER_S)

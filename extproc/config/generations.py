@@ -15,6 +15,7 @@ import msgspec
 from extproc.config.loading import policy_of
 from extproc.config.schema import Config, Pool
 from extproc.config.schema import Policy as PolicySpec
+from extproc.names import RETRY_ON
 from extproc.request.tokens import TokenRates
 from policies.placement.filters import FILTERS
 from policies.placement.policy import ConsistentHash, Policy, RoundRobin, Weighted, WeightedSpec
@@ -88,10 +89,6 @@ class Generation:
             for name, target in self.targets.items()
         ]
         return msgspec.json.encode({"object": "list", "data": entries})
-
-
-RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"
-"""Only before any byte of the answer: Envoy does not retry once response headers have gone to the client."""
 
 
 def build_policy(pool: Pool) -> Policy:

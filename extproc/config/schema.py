@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
+"""Bounded by what Envoy's and gRPC's messages can hold."""
+ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+"""It goes into a header, so no control characters."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -104,8 +107,10 @@ class Pool(Model):
     """Endpoints that serve the same models and share one placement policy and one prefix index."""
 
     name: Name
-    models: Annotated[tuple[str, ...], Field(min_length=1)]
-    aliases: dict[str, str] = Field(default_factory=dict, description="name a client may use -> model of this pool")
+    models: Annotated[tuple[ModelName, ...], Field(min_length=1)]
+    aliases: dict[ModelName, ModelName] = Field(
+        default_factory=dict, description="name a client may use -> model of this pool"
+    )
     endpoints: Endpoints
     policy: str | Policy = "default"
     cluster: str | None = Field(None, description="Envoy cluster, if not ours; default: pool_<name>")
@@ -152,7 +157,9 @@ class Wire(Model):
     response_headers: tuple[Literal["request_id", "endpoint", "model"], ...] = Field(
         ("request_id",), description="x-pointsman-* headers that clients see"
     )
-    access_log_timeout_s: float = Field(10, gt=0, description="an access-log entry later than this counts as missing")
+    access_log_timeout_s: float = Field(
+        10, gt=0, le=86_400, allow_inf_nan=False, description="an access-log entry later than this counts as missing"
+    )
     strict_pin: bool = Field(True, description="503 when Envoy knows none of the picked addresses, never its choice")
 
 
@@ -161,7 +168,13 @@ class Timeouts(Model):
 
     connect_ms: Positive = 1_000
     stream_idle_s: Positive = Field(900, description="no byte either way for this long ends a stream")
-    upstream_idle_s: float = Field(4, gt=0, description="idle upstream connections close after this; vLLM's after 5 s")
+    upstream_idle_s: float = Field(
+        4,
+        gt=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="idle upstream connections close after this; vLLM's after 5 s",
+    )
 
 
 class Retries(Model):

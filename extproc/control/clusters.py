@@ -15,11 +15,9 @@ from typing import Literal
 
 from extproc.config.schema import Config, Pool
 from extproc.control import envoy_types as envoy
+from extproc.names import DESTINATION_HEADER, LB_NAMESPACE, SERVED_KEY
 
 POINTSMAN_CLUSTER = "pointsman_grpc"
-DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
-LB_NAMESPACE = "envoy.lb"
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _LARGEST_WINDOW = 2**31 - 1
@@ -79,6 +77,7 @@ def socket_address(address: str) -> envoy.Address:
 
 def body_window(config: Config) -> int:
     """Bytes that must fit in flight for the largest body to pass in one message."""
+    # the allowance beyond the limit is for what we add to a body: an alias may be shorter than the model's name
     # with HTTP/2 a body that outgrows the stream's window counts as too large, whatever the buffer limits say
     return min(max(config.limits.request_body_bytes + 65_536, _SMALLEST_WINDOW), _LARGEST_WINDOW)
 
@@ -133,10 +132,10 @@ def xds_source(api_type: envoy.ApiConfigSourceApiType = envoy.ApiConfigSourceApi
 def _override_host(config: Config) -> envoy.OverrideHost:
     return envoy.OverrideHost(
         override_host_sources=[
-            envoy.OverrideHostOverrideHostSource(header=DESTINATION),
-            envoy.OverrideHostOverrideHostSource(metadata=_lb_key(DESTINATION)),
+            envoy.OverrideHostOverrideHostSource(header=DESTINATION_HEADER),
+            envoy.OverrideHostOverrideHostSource(metadata=_lb_key(DESTINATION_HEADER)),
         ],
-        selected_host_key=_lb_key(SERVED),
+        selected_host_key=_lb_key(SERVED_KEY),
         fallback_policy=_never() if config.wire.strict_pin else _least_request(),
     )
 

@@ -11,29 +11,37 @@ from datetime import timedelta
 
 from extproc.config.schema import Config
 from extproc.control import envoy_types as envoy
-from extproc.control.access_logs import FIRST_CHOICE, REQUEST_ID, request_log, upstream_log
+from extproc.control.access_logs import request_log, upstream_log
 from extproc.control.clusters import (
-    DESTINATION,
-    LB_NAMESPACE,
-    SERVED,
+    body_window,
     http2,
     pointsman_grpc_service,
     socket_address,
 )
 from extproc.control.local_replies import local_replies
-from extproc.control.routes import CLUSTER_HEADER, METADATA, route_configuration
-
-USAGE_NAMESPACE = "pointsman.usage"
+from extproc.control.routes import route_configuration
+from extproc.names import (
+    CLUSTER_HEADER,
+    DESTINATION_HEADER,
+    FIRST_CHOICE_HEADER,
+    LB_NAMESPACE,
+    METADATA_NAMESPACE,
+    MODEL_HEADER,
+    REQUEST_ID_HEADER,
+    SERVED_KEY,
+    SUBSET_KEY,
+    USAGE_NAMESPACE,
+)
 
 _STRIPPED = (
-    DESTINATION,
-    f"{DESTINATION}-subset",
-    SERVED,
+    DESTINATION_HEADER,
+    SUBSET_KEY,
+    SERVED_KEY,
     CLUSTER_HEADER,
-    FIRST_CHOICE,
-    "x-pointsman-model",
+    FIRST_CHOICE_HEADER,
+    MODEL_HEADER,
     "x-pointsman-parent",
-    REQUEST_ID,
+    REQUEST_ID_HEADER,
     "x-pointsman-decision",
     "x-pointsman-tenant",
 )
@@ -69,7 +77,7 @@ def listener(config: Config) -> envoy.Listener:
 def listener_settings(config: Config) -> envoy.Listener:
     """What we need of any listener."""
     # the routes' limit alone is not enough: without this one HTTP/1 bodies of 31 MiB were refused
-    return envoy.Listener(per_connection_buffer_limit_bytes=config.limits.request_body_bytes)
+    return envoy.Listener(per_connection_buffer_limit_bytes=body_window(config))
 
 
 def http_connection_manager(config: Config) -> envoy.HttpConnectionManager:
@@ -166,7 +174,9 @@ def _ext_proc_filter() -> envoy.HttpFilter:
                 mutation_rules=envoy.HeaderMutationRules(allow_all_routing=True, allow_envoy=True),
                 forward_rules=envoy.HeaderForwardingRules(allowed_headers=_forwarded_headers()),
                 metadata_options=envoy.MetadataOptions(
-                    receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, METADATA])
+                    receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(
+                        untyped=[LB_NAMESPACE, METADATA_NAMESPACE]
+                    )
                 ),
             )
         ),

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import cel_filter
-
-OWN_DETAILS = "pointsman"
-"""Our immediate answers' `details` begin with this or are empty; that is how these rules know to leave them alone."""
-RETRY_AFTER_S = 1
+from extproc.names import OWN_DETAILS, RETRY_AFTER_S
 
 # an immediate answer without details is ours too: Envoy always gives its own a reason
 _BY_ENVOY = (

@@ -14,17 +14,23 @@ from datetime import timedelta
 
 from extproc.config.schema import Config
 from extproc.control import envoy_types as envoy
-from extproc.control.local_replies import RETRY_AFTER_S, error_fields, set_header
+from extproc.control.clusters import body_window
+from extproc.control.local_replies import error_fields, set_header
+from extproc.names import (
+    CLUSTER_HEADER,
+    FIRST_CHOICE_HEADER,
+    METADATA_NAMESPACE,
+    MODEL_HEADER,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER_S,
+    RETRY_ON,
+)
 
-CLUSTER_HEADER = "x-pointsman-cluster"
-METADATA = "pointsman"
-
-_RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"
 _RESPONSE_HEADERS = {
-    "request_id": ("x-pointsman-request-id", f"%DYNAMIC_METADATA({METADATA}:request_id)%"),
+    "request_id": (REQUEST_ID_HEADER, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:request_id)%"),
     # who served, not who was picked first
-    "endpoint": ("x-pointsman-endpoint", "%UPSTREAM_REMOTE_ADDRESS%"),
-    "model": ("x-pointsman-model", f"%DYNAMIC_METADATA({METADATA}:model)%"),
+    "endpoint": (FIRST_CHOICE_HEADER, "%UPSTREAM_REMOTE_ADDRESS%"),
+    "model": (MODEL_HEADER, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:model)%"),
 }
 _UNDECIDED = error_fields("server_error", "router_unavailable", "No routing decision is available. Try again shortly.")
 
@@ -50,7 +56,7 @@ def _decided_route(config: Config) -> envoy.Route:
     return envoy.Route(
         name="decided",
         match=envoy.RouteMatch(prefix="/", headers=[envoy.HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]),
-        request_body_buffer_limit=config.limits.request_body_bytes,
+        request_body_buffer_limit=body_window(config),
         route=envoy.RouteAction(
             cluster_header=CLUSTER_HEADER,
             # a total time limit would cut long answers; silence for idle_timeout ends a stream instead
@@ -66,7 +72,7 @@ def _undecided_route(config: Config) -> envoy.Route:
         name="undecided",
         match=envoy.RouteMatch(prefix="/"),
         # every request matches here first, while its body arrives: this is the limit that counts
-        request_body_buffer_limit=config.limits.request_body_bytes,
+        request_body_buffer_limit=body_window(config),
         direct_response=envoy.DirectResponseAction(
             status=503, body=envoy.DataSource(inline_string=json.dumps(_UNDECIDED))
         ),
@@ -79,7 +85,7 @@ def _undecided_route(config: Config) -> envoy.Route:
 
 def _retry_policy(config: Config) -> envoy.RetryPolicy:
     return envoy.RetryPolicy(
-        retry_on=_RETRY_ON,
+        retry_on=RETRY_ON,
         retriable_status_codes=list(config.retries.statuses),
         num_retries=config.retries.attempts,
         retry_back_off=envoy.RetryPolicyRetryBackOff(

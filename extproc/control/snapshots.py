@@ -23,6 +23,14 @@ class PublishEvents(Protocol):
         """How many Envoys are connected."""
 
 
+def clusters_of(config: Config) -> dict[str, bytes]:
+    """Our clusters, serialized. Raises whatever a value that Envoy's messages cannot hold raises."""
+    # Importing envoy-data-plane takes about a second, so only a process that serves xDS pays for it.
+    from extproc.control.envoy_config import pool_cluster
+
+    return {pool.cluster_name: bytes(pool_cluster(config, pool)) for pool in config.pools if pool.cluster is None}
+
+
 class Publisher:
     """Keeps Envoys and fleet in step: publish, wait for every acknowledgement, then let the endpoint be picked."""
 
@@ -35,12 +43,8 @@ class Publisher:
         self._version = 0
         fleet.on_assignments = self._publish
 
-    def configure(self, config: Config) -> None:
-        """Use the clusters of a new generation."""
-        # Importing envoy-data-plane takes about a second, so only a process that serves xDS pays for it.
-        from extproc.control.envoy_config import pool_cluster
-
-        own = {pool.cluster_name: bytes(pool_cluster(config, pool)) for pool in config.pools if pool.cluster is None}
+    def configure(self, config: Config, own: Mapping[str, bytes]) -> None:
+        """Use the clusters of a new generation, as `clusters_of` made them."""
         self._configured = frozenset(own)
         self._clusters = {**self._clusters, **own}
         self._xds.max_streams = config.limits.xds_streams

@@ -330,7 +330,7 @@ class Fleet:
             **figures,
             "state": member.lifecycle.state.name.lower(),
             "state_reason": member.lifecycle.reason,
-            "state_since_s": round(now_s - member.lifecycle.since_s, 3),
+            "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
             "indexed_tokens": {p: self.placements[p].index.held_tokens(member.slot) for p in sorted(member.pools)},
         }

@@ -13,7 +13,8 @@ import grpc.aio
 import structlog
 
 from extproc.flight import Attempt, Completion, Flights
-from extproc.wire.messages import OWN_DETAILS, Malformed, read_access_log
+from extproc.names import OWN_DETAILS
+from extproc.wire.messages import Malformed, read_access_log
 
 log = structlog.get_logger(__name__)
 

@@ -19,20 +19,21 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
 
 from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
+from extproc.names import (
+    CLUSTER_HEADER,
+    DESTINATION_HEADER,
+    FIRST_CHOICE_HEADER,
+    LB_NAMESPACE,
+    METADATA_NAMESPACE,
+    OWN_DETAILS,
+    REQUEST_ID_HEADER,
+    SERVED_KEY,
+    SUBSET_KEY,
+    SUBSET_NAMESPACE,
+    USAGE_NAMESPACE,
+)
 from extproc.reply import Answer, Reply, Route
 from extproc.request.splice import apply
-
-DESTINATION_HEADER = "x-gateway-destination-endpoint"
-DESTINATION_NAMESPACE = "envoy.lb"
-SERVED_KEY = "x-gateway-destination-endpoint-served"
-SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-CLUSTER_HEADER = "x-pointsman-cluster"
-ENDPOINT_HEADER = "x-pointsman-endpoint"
-REQUEST_ID_HEADER = "x-pointsman-request-id"
-METADATA_NAMESPACE = "pointsman"
-OWN_DETAILS = "pointsman_"
-"""How Envoy's response_code_details begin where the answer was ours."""
 
 
 class Phase(IntEnum):
@@ -139,9 +140,9 @@ def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:
 def _served(message: ext_proc.ProcessingRequest) -> str | None:
     """Who answered, where the gateway tells: the endpoint-picker protocol's feedback."""
     namespaces = message.metadata_context.filter_metadata
-    if DESTINATION_NAMESPACE not in namespaces:
+    if LB_NAMESPACE not in namespaces:
         return None
-    fields = namespaces[DESTINATION_NAMESPACE].fields
+    fields = namespaces[LB_NAMESPACE].fields
     return fields[SERVED_KEY].string_value or None if SERVED_KEY in fields else None
 
 
@@ -252,9 +253,9 @@ def _set_destination(
     """The endpoints, as header and as metadata: gateways read the one or the other, and the two must not differ."""
     destination = ",".join(addresses)
     _set_header(common, DESTINATION_HEADER, destination)
-    _set_header(common, ENDPOINT_HEADER, addresses[0])
+    _set_header(common, FIRST_CHOICE_HEADER, addresses[0])
     _set_header(common, REQUEST_ID_HEADER, request_id)
-    metadata = response.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
+    metadata = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     metadata.fields[DESTINATION_HEADER].string_value = destination
 
 
@@ -425,9 +426,6 @@ def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
     return int(value) * 1e-6 if value.isascii() and value.isdecimal() else None
 
 
-_USAGE_NAMESPACE = "pointsman.usage"
-
-
 def _usage_message() -> Any:  # noqa: ANN401 - the class exists only at run time
     """The parts of envoy.data.ai.v3.TokenUsage that we read; xds-protos does not ship the message yet."""
     file = descriptor_pb2.FileDescriptorProto(
@@ -456,8 +454,8 @@ _TokenUsage = _usage_message()
 
 def _usage(common: accesslog_pb2.AccessLogCommon) -> Usage | None:
     typed = common.metadata.typed_filter_metadata
-    if _USAGE_NAMESPACE not in typed:
+    if USAGE_NAMESPACE not in typed:
         return None
-    usage = _TokenUsage.FromString(typed[_USAGE_NAMESPACE].value)
+    usage = _TokenUsage.FromString(typed[USAGE_NAMESPACE].value)
     cached = usage.input_details.cached_tokens.value if usage.HasField("input_details") else None
     return Usage(usage.input_tokens.value, usage.output_tokens.value, cached)

@@ -474,7 +474,7 @@ def test_the_last_good_config_is_loaded_as_it_was(tmp_path: Path) -> None:
     theirs.parent.mkdir()
     ours.parent.mkdir()
     theirs.write_text("""
-wire: {access_log_timeout_s: .inf}
+wire: {access_log_timeout_s: 0.25}
 pools:
   - {name: one, models: ["größe/\\u0085 1e5", '1.0'], endpoints: {file: list.json}, bytes_per_token: 1.0e-7}
   - {name: two, models: [m], aliases: {"no": m}, endpoints: {static: []}, policy: {scorers: [{name: kv_usage}]}}

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
-from extproc.control.snapshots import Publisher, Snapshot
+from extproc.control.snapshots import Publisher, Snapshot, clusters_of
 from extproc.control.xds import XdsServer
 from extproc.fleet.fleet import REMOVAL_GRACE_S, Fleet
 from extproc.observe.metrics import Metrics
@@ -38,7 +38,7 @@ class House:
         entries = ", ".join(f"{{models: [m{n}], endpoints: {{file: f}}, {pool}}}" for n, pool in enumerate(pools))
         generation = Generation(1, parse(f"limits: {limits}\npools: [{entries}]"))
         self.fleet.configure(generation)
-        self.publisher.configure(generation.config)
+        self.publisher.configure(generation.config, clusters_of(generation.config))
 
     def told(self) -> dict[str, frozenset[str] | None]:
         """The clusters that Envoys have been told of last, with their addresses."""

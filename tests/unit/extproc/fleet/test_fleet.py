@@ -664,7 +664,7 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "generation": 1,
         "state": "ready",
         "state_reason": "answers its model list",
-        "state_since_s": 2.5,
+        "state_age_s": 2.5,
         "observed_age_s": 2.5,
         "routable": True,
         "waiting": 2.0,

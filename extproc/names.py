@@ -1,0 +1,26 @@
+"""The names that Envoy, its generated configuration and we must spell alike. Nothing but names."""
+
+from __future__ import annotations
+
+# Request headers we set, and with which Envoy picks cluster and endpoint
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+CLUSTER_HEADER = "x-pointsman-cluster"
+FIRST_CHOICE_HEADER = "x-pointsman-endpoint"
+REQUEST_ID_HEADER = "x-pointsman-request-id"
+MODEL_HEADER = "x-pointsman-model"
+
+# Dynamic metadata
+LB_NAMESPACE = "envoy.lb"
+"""Holds DESTINATION_HEADER from us and SERVED_KEY from the gateway: the endpoint-picker protocol."""
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+METADATA_NAMESPACE = "pointsman"
+USAGE_NAMESPACE = "pointsman.usage"
+
+OWN_DETAILS = "pointsman_"
+"""How Envoy's response_code_details begin where the answer was ours."""
+RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"
+"""Only before any byte of the answer: Envoy does not retry once response headers have gone to the client."""
+RETRY_AFTER_S = 1
+"""An endpoint is back within a second of answering, so that is when trying again makes sense."""
