@@ -101,6 +101,9 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
         # the engine's own server header is part of its answer
         server_header_transformation=envoy.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
     )
+    manager.upgrade_configs = [
+        envoy.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters())
+    ]
     _set_timeouts(manager, config)
     _set_path_rules(manager)
     return manager
@@ -108,7 +111,12 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
 
 def http_filters() -> list[envoy.HttpFilter]:
     """Usage extraction, ext_proc, router. Responses meet them in the opposite order."""
-    return [_usage_filter(), _ext_proc_filter(), _router_filter()]
+    return [_usage_filter(), _ext_proc_filter(envoy.ProcessingModeBodySendMode.BUFFERED), _router_filter()]
+
+
+def _upgrade_filters() -> list[envoy.HttpFilter]:
+    """The same for a WebSocket, whose request never ends: a buffered one would never be sent on."""
+    return [_ext_proc_filter(envoy.ProcessingModeBodySendMode.NONE), _router_filter()]
 
 
 def header_stripping() -> envoy.TypedExtensionConfig:
@@ -160,13 +168,13 @@ def _usage_filter() -> envoy.HttpFilter:
     )
 
 
-def _ext_proc_filter() -> envoy.HttpFilter:
+def _ext_proc_filter(bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilter:
     return envoy.HttpFilter(
         name="envoy.filters.http.ext_proc",
         typed_config=envoy.pack(
             envoy.ExternalProcessor(
                 grpc_service=pointsman_grpc_service(),
-                processing_mode=_processing_mode(),
+                processing_mode=_processing_mode(bodies),
                 # running answers must survive our death; the undecided route fails new requests closed
                 failure_mode_allow=True,
                 message_timeout=_HOLD,
@@ -183,11 +191,11 @@ def _ext_proc_filter() -> envoy.HttpFilter:
     )
 
 
-def _processing_mode() -> envoy.ProcessingMode:
+def _processing_mode(bodies: envoy.ProcessingModeBodySendMode) -> envoy.ProcessingMode:
     send, skip = envoy.ProcessingModeHeaderSendMode.SEND, envoy.ProcessingModeHeaderSendMode.SKIP
     return envoy.ProcessingMode(
         request_header_mode=send,
-        request_body_mode=envoy.ProcessingModeBodySendMode.BUFFERED,
+        request_body_mode=bodies,
         request_trailer_mode=skip,
         response_header_mode=skip,
         response_body_mode=envoy.ProcessingModeBodySendMode.NONE,
