@@ -104,7 +104,7 @@ class App:
         self.metrics.generation_in_force(self.generation.number)
         self._health = HealthServer(config.listen.health)
         self._server = envoy_server(
-            config.listen.grpc, self._handlers(), largest_body_bytes=config.limits.request_body_bytes
+            config.listen, self._handlers(), largest_body_bytes=config.limits.request_body_bytes
         )
         await self._admin.start()
         await self._health.start()

@@ -88,6 +88,7 @@ def serve(
 
     from extproc.app import load_to_serve
     from extproc.launcher import raise_file_limit
+    from extproc.wire.certificates import BadCertificate
     from extproc.wire.grpc_server import PortTaken
 
     try:
@@ -100,7 +101,7 @@ def serve(
     raise_file_limit()
     try:
         uvloop.run(_serve(loaded, config.resolve(), last_good))
-    except (PortTaken, OSError) as error:
+    except (PortTaken, BadCertificate, OSError) as error:
         _fail(str(error))
 
 

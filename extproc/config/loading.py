@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from extproc.config.schema import Config, Policy
+from extproc.config.schema import Config, Policy, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -122,12 +122,22 @@ def _check_policies(config: Config, source: str) -> None:
 
 def _with_absolute_files(config: Config, folder: Path) -> Config:
     """Resolve file names against the config file's folder, so that the working directory does not matter."""
-    pools = tuple(
-        pool
-        if pool.endpoints.file is None
-        else pool.model_copy(
-            update={"endpoints": pool.endpoints.model_copy(update={"file": folder / pool.endpoints.file})}
-        )
-        for pool in config.pools
+    pools = tuple(_with_absolute_endpoints(pool, folder) for pool in config.pools)
+    listen = config.listen.model_copy(
+        update={name: _with_absolute_pems(getattr(config.listen, name), folder) for name in ("tls", "http_tls")}
     )
-    return config.model_copy(update={"pools": pools})
+    return config.model_copy(update={"pools": pools, "listen": listen})
+
+
+def _with_absolute_endpoints(pool: Pool, folder: Path) -> Pool:
+    file = pool.endpoints.file
+    if file is None:
+        return pool
+    return pool.model_copy(update={"endpoints": pool.endpoints.model_copy(update={"file": folder / file})})
+
+
+def _with_absolute_pems(tls: Tls | None, folder: Path) -> Tls | None:
+    if tls is None:
+        return None
+    names = ("certificate", "key", "client_ca")
+    return tls.model_copy(update={name: folder / path for name in names if (path := getattr(tls, name)) is not None})

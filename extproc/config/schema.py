@@ -41,10 +41,24 @@ def check_address(value: str) -> str:
 _LAST_PORT = 65_535
 
 
+def _refuse_twice(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} given more than once: {', '.join(twice)}")
+
+
 class Model(BaseModel):
     """Base of every section: unknown keys are errors, values are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Tls(Model):
+    """A certificate and its key, PEM files relative to the config file."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = Field(None, description="callers must show a certificate that one of these signed")
 
 
 class Listen(Model):
@@ -52,9 +66,23 @@ class Listen(Model):
 
     http: str = "127.0.0.1:8080"
     grpc: str = Field("127.0.0.1:9004", description="ext_proc, access logs and xDS, plaintext HTTP/2")
+    grpc_tls: str | None = Field(None, description="the same over TLS, by convention on port 9002")
     health: str = Field("127.0.0.1:9003", description="gRPC health checks")
+    tls: Tls | None = Field(None, description="for `grpc_tls`; a self-signed certificate is made without it")
+    http_tls: Tls | None = Field(None, description="for Envoy's `http`: clients speak TLS, HTTP/2 or HTTP/1.1 by ALPN")
 
     _addresses = field_validator("http", "grpc", "health")(check_address)
+
+    @field_validator("grpc_tls")
+    @classmethod
+    def _check_grpc_tls(cls, value: str | None) -> str | None:
+        return None if value is None else check_address(value)
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        given = [address for address in (self.http, self.grpc, self.grpc_tls, self.health) if address]
+        _refuse_twice("listen address", given)
+        return self
 
 
 class Endpoints(Model):
@@ -281,9 +309,3 @@ class Config(Model):
         if routing.default_model is not None and routing.default_model not in names:
             raise ValueError(f"routing.default_model is {routing.default_model!r}; there are: {sorted(names)}")
         return self
-
-
-def _refuse_twice(what: str, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{what} given more than once: {', '.join(twice)}")

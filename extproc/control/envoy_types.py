@@ -66,6 +66,7 @@ with warnings.catch_warnings():
         Pipe,
         SocketAddress,
         SubstitutionFormatString,
+        TransportSocket,
         TypedExtensionConfig,
     )
     from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
@@ -137,6 +138,12 @@ with warnings.catch_warnings():
         SubsetLbSubsetSelector,
     )
     from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+    from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+        CertificateValidationContext,
+        CommonTlsContext,
+        DownstreamTlsContext,
+        TlsCertificate,
+    )
     from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
         HttpProtocolOptions as UpstreamHttpProtocolOptions,
     )
@@ -165,6 +172,7 @@ __all__ = (
     "Bootstrap",
     "BootstrapDynamicResources",
     "BootstrapStaticResources",
+    "CertificateValidationContext",
     "CircuitBreakers",
     "CircuitBreakersThresholds",
     "Cluster",
@@ -172,10 +180,12 @@ __all__ = (
     "ClusterEdsClusterConfig",
     "ClusterLoadAssignment",
     "CommonGrpcAccessLogConfig",
+    "CommonTlsContext",
     "ConfigSource",
     "CustomTag",
     "DataSource",
     "DirectResponseAction",
+    "DownstreamTlsContext",
     "EarlyHeaderMutation",
     "Endpoint",
     "ExpressionFilter",
@@ -246,6 +256,8 @@ __all__ = (
     "SubsetLbSubsetFallbackPolicy",
     "SubsetLbSubsetSelector",
     "SubstitutionFormatString",
+    "TlsCertificate",
+    "TransportSocket",
     "TypedExtensionConfig",
     "TypedStruct",
     "UpstreamHttpProtocolOptions",

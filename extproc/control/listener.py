@@ -70,8 +70,31 @@ def listener(config: Config) -> envoy.Listener:
     public = listener_settings(config)
     public.name = "pointsman"
     public.address = socket_address(config.listen.http)
-    public.filter_chains = [envoy.FilterChain(filters=[manager])]
+    public.filter_chains = [envoy.FilterChain(filters=[manager], transport_socket=_downstream_tls(config))]
     return public
+
+
+def _downstream_tls(config: Config) -> envoy.TransportSocket | None:
+    tls = config.listen.http_tls
+    if tls is None:
+        return None
+    common = envoy.CommonTlsContext(
+        alpn_protocols=["h2", "http/1.1"],
+        tls_certificates=[
+            envoy.TlsCertificate(
+                certificate_chain=envoy.DataSource(filename=str(tls.certificate)),
+                private_key=envoy.DataSource(filename=str(tls.key)),
+            )
+        ],
+    )
+    if tls.client_ca is not None:
+        common.validation_context = envoy.CertificateValidationContext(
+            trusted_ca=envoy.DataSource(filename=str(tls.client_ca))
+        )
+    context = envoy.DownstreamTlsContext(
+        common_tls_context=common, require_client_certificate=tls.client_ca is not None
+    )
+    return envoy.TransportSocket(name="envoy.transport_sockets.tls", typed_config=envoy.pack(context))
 
 
 def listener_settings(config: Config) -> envoy.Listener:

@@ -12,6 +12,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.config.schema import Listen
+from extproc.wire.certificates import server_credentials
+
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
 ADS = "envoy.service.discovery.v3.AggregatedDiscoveryService"
@@ -30,8 +33,13 @@ class PortTaken(Exception):
     """The address cannot be listened on."""
 
 
-def envoy_server(address: str, handlers: Mapping[tuple[str, str], Any], *, largest_body_bytes: int) -> grpc.aio.Server:
-    """A server for `(service, method) -> grpc handler`. Raises PortTaken."""
+def envoy_server(
+    listen: Listen, handlers: Mapping[tuple[str, str], Any], *, largest_body_bytes: int
+) -> grpc.aio.Server:
+    """A server for `(service, method) -> grpc handler`, in plaintext and, if asked for, over TLS.
+
+    Raises PortTaken and BadCertificate.
+    """
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", largest_body_bytes + _HEADROOM_BYTES),
@@ -52,7 +60,9 @@ def envoy_server(address: str, handlers: Mapping[tuple[str, str], Any], *, large
     )
     for (service, method), handler in handlers.items():
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    _bind(server, address)
+    _bind(server, listen.grpc)
+    if listen.grpc_tls is not None:
+        _bind(server, listen.grpc_tls, server_credentials(listen.tls))
     return server
 
 
@@ -93,8 +103,11 @@ class HealthServer:
         await self._server.stop(0)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> None:
+def _bind(server: grpc.aio.Server, address: str, credentials: Any = None) -> None:  # noqa: ANN401 - grpcio has no types
     try:
-        server.add_insecure_port(address)
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise PortTaken(f"cannot listen on {address}: {error}") from error

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -105,14 +106,20 @@ class System:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         http, grpc, health, metrics, admin = free_ports(5)
-        self.url = f"http://127.0.0.1:{http}"
+        self.verify = config.pop("verify", None)
+        self.url = f"{'https' if self.verify else 'http'}://127.0.0.1:{http}"
         self.admin_url = f"http://127.0.0.1:{admin}"
         self.health_address = f"127.0.0.1:{health}"
         self._metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         self._folder = folder
         self.log = folder / "pointsman.log"
         self.config: dict[str, Any] = {
-            "listen": {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}", "health": self.health_address},
+            "listen": {
+                "http": f"127.0.0.1:{http}",
+                "grpc": f"127.0.0.1:{grpc}",
+                "health": self.health_address,
+                **config.pop("listen", {}),
+            },
             "admin": {"listen": f"127.0.0.1:{admin}"},
             "wire": {"response_headers": ["request_id", "endpoint", "model"], **config.pop("wire", {})},
             "observe": {"metrics": f"127.0.0.1:{metrics}", **config.pop("observe", {})},
@@ -137,8 +144,12 @@ class System:
     def _serves(self) -> bool:
         if self.process.poll() is not None:
             raise AssertionError(f"pointsman up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
-        models = httpx.get(f"{self.url}/v1/models", timeout=5)
+        models = httpx.get(f"{self.url}/v1/models", timeout=5, verify=self._trust())
         return models.status_code == 200
+
+    def _trust(self) -> ssl.SSLContext | bool:
+        """Whose certificates the client believes: `verify` as a CA file, or a context that may hold one of its own."""
+        return ssl.create_default_context(cafile=self.verify) if isinstance(self.verify, str) else self.verify or True
 
     def stop(self) -> int:
         """SIGTERM to the tree; returns its exit code."""
