@@ -112,7 +112,7 @@ def response_id(path: str) -> str:
 
 def canonical(path: str) -> str:
     """The path as an engine reads it: escapes decoded, dots and doubled slashes resolved."""
-    return "/" + posixpath.normpath(unquote(path)).lstrip("/")
+    return "/" + posixpath.normpath("/" + unquote(path)).lstrip("/")
 
 
 def is_engine_admin(path: str) -> bool:

@@ -664,3 +664,65 @@ def test_a_length_of_thousands_of_digits_is_a_refusal_too(house: House) -> None:
     )
     assert found is not None
     assert found.status == 413
+
+
+# -- other APIs
+
+
+def test_a_stored_answer_is_asked_for_where_it_was_really_served(house: House) -> None:
+    """The flight learns later that another endpoint served it; that one has the answer."""
+    route = house.ask({"model": "served", "input": "x"}, **{":path": "/v1/responses"})
+    assert isinstance(route, Route)
+    really = next(address for address in CHAT_ADDRESSES if address != route.addresses[0])
+    house.flight.served(really)
+    house.flight.close()
+    again = house.ask(b"", **{":method": "GET", ":path": f"/v1/responses/resp_{route.request_id}"})
+    assert isinstance(again, Route)
+    assert again.addresses == (really,)
+
+
+@pytest.mark.parametrize(("subset", "status"), [(("10.0.0.1", "10.0.0.2", "10.0.0.3"), None), (("10.9.9.9",), 503)])
+def test_the_gateways_subset_holds_for_stored_answers_too(
+    house: House, subset: tuple[str, ...], status: int | None
+) -> None:
+    """Where the one endpoint that has it is not allowed, nobody can answer."""
+    route = house.ask({"model": "served", "input": "x"}, **{":path": "/v1/responses"})
+    assert isinstance(route, Route)
+    flight = house.flights.open()
+    flight.subset = subset
+    headers = {":method": "GET", ":path": f"/v1/responses/resp_{route.request_id}"}
+    reply = house.pipeline.decide(flight, headers, b"")
+    assert status == (reply.status if isinstance(reply, Answer) else None)
+
+
+def test_anthropics_clients_get_anthropics_errors(house: House) -> None:
+    """Below their paths alone."""
+    answer = house.at("POST", "/v1/messages", b'{"model":"nope","messages":[]}')
+    assert json.loads(answer.body)["error"]["type"] == "not_found_error"
+
+
+def test_engine_administration_is_refused_in_words_unless_allowed() -> None:
+    """Even where a rule covers everything; allowed, the rule leads there."""
+    config = "routing: {paths: [{prefix: /, pool: chat}]}" + CONFIG
+    assert "administration" in error_of(House(config).at("POST", "/sleep"))["message"]
+    allowed = House(config.replace("routing: {", "routing: {allow_engine_admin: true, "))
+    assert isinstance(allowed.ask(b"", **{":path": "/sleep"}), Route)
+
+
+def test_a_gateway_that_hides_the_path_gets_it_guessed(house: House) -> None:
+    """From the body, whatever the API."""
+    for body in (b'{"model":"served","messages":[]}', b'{"model":"served","query":"x","documents":[]}'):
+        assert house.pipeline.refuse_early(house.flights.open(), {}) is None
+        assert isinstance(house.pipeline.decide(house.flights.open(), {}, body), Route)
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [(CHAT, "multipart/form-data; boundary=x"), ("/v1/audio/translations", "application/json")],
+)
+def test_a_form_and_json_are_not_the_same(house: House, path: str, content_type: str) -> None:
+    """415 before the body comes; saying what to send."""
+    headers = {":method": "POST", ":path": path, "content-type": content_type}
+    answer = house.pipeline.refuse_early(house.flights.open(), headers)
+    assert answer is not None
+    assert (answer.status, answer.reason) == (415, "unsupported_content_type")

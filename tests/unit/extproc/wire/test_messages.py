@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from extproc.wire.messages import (
     read,
     read_access_log,
     render,
+    render_streamed_route,
 )
 
 ID = "0123456789abcdef01234567"
@@ -219,6 +221,15 @@ def test_an_edited_body_comes_with_its_exact_length() -> None:
     common = answered(render(route, Phase.REQUEST_BODY, b"abc", ID)).request_body.response
     assert common.body_mutation.body == "a模型c".encode()
     assert set_headers(common)["content-length"] == "8"
+
+
+def test_headers_that_are_no_longer_true_are_taken_away() -> None:
+    """In both manners of answering."""
+    route = replace(ROUTE, remove_headers=("content-encoding",))
+    buffered = answered(render(route, Phase.REQUEST_BODY, b"abc", ID)).request_body.response
+    streamed = answered(render_streamed_route(route, b"abc", end_of_stream=True)[0]).request_headers.response
+    for common in (buffered, streamed):
+        assert list(common.header_mutation.remove_headers) == ["content-encoding"]
 
 
 def test_routes_to_one_place_do_not_leak_into_each_other() -> None:

@@ -171,6 +171,13 @@ def test_a_connect_is_decided_at_its_headers(stream: Stream) -> None:
     assert stream.decider.asked == [({":method": "CONNECT"}, b"")]
 
 
+def test_an_upgrade_is_decided_at_its_headers(stream: Stream) -> None:
+    """Its caller sends no body to us, and the client's never ends."""
+    reply = stream.send(headers_of("/v1/realtime", method="GET", mode=MODE.NONE))
+    assert reply.request_headers.response.clear_route_cache
+    assert stream.decider.asked == [({":method": "GET", ":path": "/v1/realtime"}, b"")]
+
+
 def test_an_answer_of_ours_ends_the_request(stream: Stream) -> None:
     """Whether at the headers or at the body."""
     stream.decider.reply = Answer(404, b"{}", reason="unknown_path")
