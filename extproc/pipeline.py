@@ -6,10 +6,11 @@ committing. What a refused request may have cost is nothing: the reservation is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -32,8 +33,8 @@ from extproc.request.apis import (
     path_of,
     without_path,
 )
-from extproc.request.encodings import SUPPORTED
-from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, too_large, unknown_path
+from extproc.request.encodings import SUPPORTED, inflates_beyond
+from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
 from policies.placement.placement import Placement, Unplaceable
 from policies.types import Decision, InferenceRequest, Reason, Refusal
@@ -41,6 +42,8 @@ from policies.types import Decision, InferenceRequest, Reason, Refusal
 log = structlog.get_logger(__name__)
 
 _INVALID = "invalid_request_error"
+_INFLATED_AT_ONCE_BYTES = 256 * 1024
+"""What is inflated on the loop: about a millisecond of text."""
 
 
 class PipelineEvents(Protocol):
@@ -108,12 +111,23 @@ class Pipeline:
 
     def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
         """What to do with one request. Never raises: a fault of ours is a 500 with a counter and a log line."""
+        return self._reply(flight, headers, body, None)
+
+    def _reply(
+        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
+    ) -> Reply | Pending:
+        """`plain`: the body as `plain_body` gave it; None to have it inflated, here or beside the loop."""
         try:
-            outcome = self._decide(flight, headers, body)
+            outcome = self._decide(flight, headers, body, plain)
         except Exception:
             log.exception("decision failed")
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
         return self._refuse(flight, headers, outcome) if isinstance(outcome, Refusal) else outcome
+
+    async def _decide_inflated(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply:
+        """The decision, once a thread has inflated the body. Cancelled with its stream, before anything is taken."""
+        plain = await asyncio.to_thread(plain_body, self.generation, headers, body)
+        return cast("Reply", self._reply(flight, headers, body, plain))
 
     def _refuse(self, flight: Flight, headers: Mapping[str, str], refusal: Refusal) -> Answer:
         path = path_of(headers)
@@ -122,7 +136,9 @@ class Pipeline:
         self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal)
         return refuse(refusal, anthropic=api is not None and api.anthropic)
 
-    def _decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Refusal:
+    def _decide(
+        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
+    ) -> Reply | Pending | Refusal:
         generation = self.generation
         refusal = self._judge_headers(generation, headers)
         if refusal is not None:
@@ -130,11 +146,13 @@ class Pipeline:
         if len(body) > generation.config.limits.request_body_bytes:
             return too_large(generation)
         api = _api(headers) or (guess(headers, body) if without_path(headers) else OTHER)
+        if plain is None and api.model_in in _WITH_BODIES and _inflates_slowly(headers, body):
+            return Pending(asyncio.ensure_future(self._decide_inflated(flight, headers, body)))
         if api.model_in is ModelIn.NOWHERE:
             self._events.answered("models")
             return Answer(200, generation.models_body, reason="models")
         began = perf_counter()
-        plan = make_plan(generation, self._stored, Incoming(api, headers, body, flight.request_id))
+        plan = make_plan(generation, self._stored, Incoming(api, headers, body, flight.request_id, plain))
         if isinstance(plan, Refusal):
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
@@ -237,6 +255,11 @@ def _declared_bytes(headers: Mapping[str, str]) -> float:
     if not length.isascii() or not length.isdecimal():
         return 0
     return int(length) if len(length) <= _LONGEST_LENGTH else float("inf")
+
+
+def _inflates_slowly(headers: Mapping[str, str], body: bytes) -> bool:
+    """A compressed body that takes longer to read than others should wait for: megabytes out of kilobytes."""
+    return encoding_of(headers) in SUPPORTED and inflates_beyond(body, _INFLATED_AT_ONCE_BYTES)
 
 
 def _judge_path(generation: Generation, headers: Mapping[str, str]) -> Refusal | None:

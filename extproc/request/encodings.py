@@ -19,6 +19,17 @@ class Corrupt(Exception):
     """The bytes are not what their encoding says."""
 
 
+def inflates_beyond(body: bytes, most_bytes: int) -> bool:
+    """Whether more than `most_bytes` come out; broken bytes do not get that far."""
+    try:
+        inflate(body, most_bytes)
+    except TooLarge:
+        return True
+    except Corrupt:
+        pass
+    return False
+
+
 def inflate(body: bytes, most_bytes: int) -> bytes:
     """The plain body. Raises TooLarge as soon as more than `most_bytes` come out, Corrupt for broken bytes."""
     try:

@@ -33,12 +33,13 @@ _INVALID = "invalid_request_error"
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One request as it came, under the id we gave it."""
+    """One request as it came, under the id we gave it. `plain`: what `plain_body` said, if it was asked before."""
 
     api: Api
     headers: Mapping[str, str]
     body: bytes
     request_id: str
+    plain: bytes | Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _from_body(
     incoming: Incoming,
     parse: Callable[[bytes], Parsed | Refusal],
 ) -> Plan | Refusal:
-    plain = _plain(generation, incoming)
+    plain = incoming.plain or plain_body(generation, incoming.headers, incoming.body)
     if isinstance(plain, Refusal):
         return plain
     parsed = parse(plain)
@@ -110,16 +111,16 @@ def encoding_of(headers: Mapping[str, str]) -> str:
     return "" if encoding == "identity" else encoding
 
 
-def _plain(generation: Generation, incoming: Incoming) -> bytes | Refusal:
+def plain_body(generation: Generation, headers: Mapping[str, str], body: bytes) -> bytes | Refusal:
     """The body as it was before the client compressed it; the very same object if it did not."""
-    if not encoding_of(incoming.headers):
-        return incoming.body
+    if not encoding_of(headers):
+        return body
     try:
-        return encodings.inflate(incoming.body, generation.config.limits.request_body_bytes)
+        return encodings.inflate(body, generation.config.limits.request_body_bytes)
     except encodings.TooLarge:
         return too_large(generation)
     except encodings.Corrupt as error:
-        message = f"the body is not {encoding_of(incoming.headers)}, as its content-encoding says: {error}"
+        message = f"the body is not {encoding_of(headers)}, as its content-encoding says: {error}"
         return Refusal(415, _INVALID, message, Reason.UNSUPPORTED_ENCODING)
 
 

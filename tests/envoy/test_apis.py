@@ -193,7 +193,8 @@ def test_an_unknown_response_is_404(client: openai.OpenAI) -> None:
 
 def test_a_streamed_response_comes_whole(client: openai.OpenAI) -> None:
     """Typed events, to the last one."""
-    events = list(client.responses.create(model="sim", input="x", max_output_tokens=3, stream=True))
+    with client.responses.create(model="sim", input="x", max_output_tokens=3, stream=True) as stream:
+        events = list(stream)
     assert events[-1].type == "response.completed"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight, Flights, Stage
 from extproc.observe.decisions import DecisionLog
 from extproc.pipeline import Pipeline
-from extproc.reply import Answer, Route
+from extproc.reply import Answer, Pending, Route
 from extproc.request.splice import apply
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
@@ -726,3 +728,46 @@ def test_a_form_and_json_are_not_the_same(house: House, path: str, content_type:
     answer = house.pipeline.refuse_early(house.flights.open(), headers)
     assert answer is not None
     assert (answer.status, answer.reason) == (415, "unsupported_content_type")
+
+
+# -- bodies that take long to inflate
+
+
+def packed(spaces: int) -> bytes:
+    """A chat that is mostly blank."""
+    return gzip.compress(b'{"model":"served",' + b" " * spaces + b'"messages":[]}')
+
+
+LARGE = CONFIG.replace("100000", "2000000")
+PACKED = {**POST, "content-encoding": "gzip"}
+
+
+async def test_a_body_that_inflates_to_much_is_inflated_beside_the_loop() -> None:
+    """The decision comes later, and is like any other; a short one comes at once."""
+    house = House(LARGE)
+    assert isinstance(house.pipeline.decide(house.flights.open(), PACKED, packed(1_000)), Route)
+    later = house.pipeline.decide(house.flights.open(), PACKED, packed(1_000_000))
+    assert isinstance(later, Pending)
+    assert isinstance(await later.ready, Route)
+    assert house.booked()[0] == 2
+
+
+async def test_a_bomb_is_refused_once_its_limit_is_reached() -> None:
+    """As any body that is too large."""
+    house = House(LARGE)
+    later = house.pipeline.decide(house.flights.open(), PACKED, packed(3_000_000))
+    assert isinstance(later, Pending)
+    answer = await later.ready
+    assert isinstance(answer, Answer)
+    assert (answer.status, house.events.refusals) == (413, [("body_too_large", 413)])
+
+
+async def test_a_client_that_leaves_while_its_body_is_inflated_takes_nothing() -> None:
+    """Its stream's end cancels what would have come."""
+    house = House(LARGE)
+    later = house.pipeline.decide(house.flights.open(), PACKED, packed(1_000_000))
+    assert isinstance(later, Pending)
+    later.ready.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await later.ready
+    assert house.booked() == (0, 0, 0)
