@@ -12,8 +12,10 @@ help: ## show this list
 setup: $(READY) ## make .venv with everything in it
 
 $(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is too old: Pointsman needs Python 3.11 or newer (make PYTHON=python3.12 ...)"; exit 1; }
+	@echo "installing into $(VENV): one to two minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,embedded]'
 	@touch $@

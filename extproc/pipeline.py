@@ -310,7 +310,17 @@ def _method_not_allowed(method: str, path: str) -> Refusal:
     return Refusal(405, _INVALID, f"{method} is not allowed on {path[:200]}", Reason.METHOD_NOT_ALLOWED)
 
 
+_OUT = {
+    "ready": "not ready",
+    "model": "do not list the model",
+    "subset": "outside the gateway's subset",
+    "excluded": "excluded",
+    "context": "too small a context",
+}
+"""What it means for endpoints that a filter removed them."""
+
+
 def _no_ready_endpoint(target: Target, nowhere: Unplaceable) -> Refusal:
-    why = ", ".join(f"{len(addresses)} {name}" for name, addresses in nowhere.filtered) or "the pool is empty"
-    message = f"no endpoint of pool {target.pool.name} can take the request now (failed filters: {why})"
+    why = ", ".join(f"{len(addresses)} {_OUT.get(name, name)}" for name, addresses in nowhere.filtered)
+    message = f"no endpoint of pool {target.pool.name} can take the request now: {why or 'the pool is empty'}"
     return Refusal(503, "server_error", message, Reason.NO_READY_ENDPOINT, retry_after_s=RETRY_AFTER_S)

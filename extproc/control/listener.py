@@ -69,6 +69,8 @@ def listener(config: Config) -> envoy.Listener:
     )
     public = listener_settings(config)
     public.name = "pointsman"
+    # else a second Envoy on the same port starts without a word, and the kernel deals it half of the connections
+    public.enable_reuse_port = False
     public.address = socket_address(config.listen.http)
     public.filter_chains = [envoy.FilterChain(filters=[manager], transport_socket=_downstream_tls(config))]
     return public

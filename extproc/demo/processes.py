@@ -82,7 +82,7 @@ class _Process:
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self._log = log
-        self._command = (sys.executable, "-m", "extproc.cli", *arguments)
+        self._command = (sys.executable, "-P", "-m", "extproc.cli", *arguments)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

@@ -70,6 +70,12 @@ class _Member:
         self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
 
+def _after_silence(lifecycle: Lifecycle) -> bool:
+    """Whether this is the moment to say, once, that an endpoint has never answered."""
+    silent = lifecycle.failed_probes == lifecycle.thresholds.failed_probes
+    return silent and lifecycle.state is State.STARTING
+
+
 class Fleet:
     """All endpoints of all pools. `on_assignments` is called whenever what Envoy should know has changed."""
 
@@ -260,10 +266,13 @@ class Fleet:
             after = member.lifecycle.state
             self.state.state[member.slot] = after
             self._events.endpoint_changed(member.address, before, after)
-            log.info(
+            tell = log.warning if after is State.UNHEALTHY else log.info
+            tell(
                 "endpoint state", endpoint=member.address, before=before.name, after=after.name,
                 reason=member.lifecycle.reason,
             )  # fmt: skip
+        elif _after_silence(member.lifecycle):
+            log.warning("endpoint does not answer", endpoint=member.address, reason=member.lifecycle.reason)
 
     def listed_models(self, address: str, listing: Listing) -> None:
         """An endpoint answered its model list."""

@@ -72,6 +72,8 @@ class Metrics:
         self._xds = self._counter("xds_messages", "xDS messages", "event", "type")
         self._xds_sessions = self._gauge("xds_sessions", "Envoys connected for xDS")
         self._reloads = self._counter("config_reloads", "Config reloads", "result")
+        for result in ("ok", "rejected"):
+            self._reloads.labels(result)  # shown from the start: `increase()` does not see a series appear at 1
         self._generation = self._gauge("config_generation", "Generation in force")
 
     def _fleet(self) -> None:

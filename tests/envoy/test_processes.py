@@ -315,3 +315,31 @@ def test_an_endpoint_no_longer_listed_cannot_be_drained(trio: list[Engine], make
 
 def _post(system: System, what: str) -> httpx.Response:
     return httpx.post(f"{system.admin_url}/v1/endpoints/{what}", timeout=HANG_GUARD_S)
+
+
+def test_a_front_port_that_another_envoy_holds_ends_the_launcher(
+    trio: list[Engine], make_system: Callable[..., System], tmp_path: Path
+) -> None:
+    """Not two Envoys that share the port: the kernel would deal each of them half of the connections."""
+    first = make_system(pools=[pool_of(trio)])
+    second = System(tmp_path, {"pools": [pool_of(trio)]})
+    second.config["listen"]["http"] = first.config["listen"]["http"]
+    second.write_config()
+    command = [sys.executable, "-m", "extproc.cli", "up", str(second.config_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_GUARD_S)
+    assert done.returncode == 2
+    assert "envoy did not start" in done.stderr
+    assert '"event": "ready"' not in done.stderr
+
+
+def test_files_in_the_working_directory_are_not_imported(
+    trio: list[Engine], make_system: Callable[..., System], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or module there that is named like one of ours stays out of the decision process."""
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "yaml.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # for the launcher itself; the installed script has the same effect
+    system = make_system(pools=[pool_of(trio)])
+    system.wait_pickable(trio[0].address)
+    assert "imported from" not in system.log.read_text()

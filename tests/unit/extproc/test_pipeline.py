@@ -504,7 +504,7 @@ def test_when_no_endpoint_is_ready_the_filters_are_named(house: House) -> None:
     assert (answer.status, dict(answer.headers)["retry-after"]) == (503, "1")
     error = error_of(answer)
     assert error["type"] == "server_error"
-    assert error["message"] == ("no endpoint of pool chat can take the request now (failed filters: 2 ready, 1 model)")
+    assert error["message"] == "no endpoint of pool chat can take the request now: 2 not ready, 1 do not list the model"
 
 
 def test_an_empty_pool_says_so(house: House) -> None:

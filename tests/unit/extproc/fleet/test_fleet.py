@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
@@ -678,3 +679,13 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "error_ewma": 0.0,
         "indexed_tokens": {"m": 300},
     }
+
+
+def test_an_endpoint_that_never_answers_is_told_once(house: House) -> None:
+    """Not silence for ever, and not a line per probe."""
+    house.fleet.set_endpoints("m", [A])
+    with capture_logs() as logs:
+        for _ in range(8):
+            house.fleet.observe(A, Evidence.PROBE_REFUSED)
+    told = [entry for entry in logs if entry["event"] == "endpoint does not answer"]
+    assert [(entry["log_level"], entry["reason"]) for entry in told] == [("warning", "connection refused")]
