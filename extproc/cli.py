@@ -19,7 +19,8 @@ import structlog
 import typer
 
 from extproc import __version__
-from extproc.config.loading import ConfigError, load, presets
+from extproc.config.loading import ConfigError, load
+from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
 from extproc.observe.logging import configure_logging
 

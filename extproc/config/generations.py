@@ -12,14 +12,9 @@ from functools import cached_property
 
 import msgspec
 
-from extproc.config.loading import policy_of
 from extproc.config.schema import Config, Pool
-from extproc.config.schema import Policy as PolicySpec
 from extproc.names import RETRY_ON
 from extproc.request.tokens import TokenRates
-from policies.placement.filters import FILTERS
-from policies.placement.policy import ConsistentHash, Policy, RoundRobin, Weighted, WeightedSpec
-from policies.placement.scorers import Windows
 from vllm_adapters.health import OURSELVES
 
 
@@ -89,26 +84,3 @@ class Generation:
             for name, target in self.targets.items()
         ]
         return msgspec.json.encode({"object": "list", "data": entries})
-
-
-def build_policy(pool: Pool) -> Policy:
-    """The pool's policy object. Raises KeyError for an unknown preset, ValueError for an unknown part."""
-    spec = policy_of(pool.policy)
-    name = pool.policy if isinstance(pool.policy, str) else "inline"
-    for unknown in set(spec.filters) - set(FILTERS):
-        raise ValueError(f"unknown filter {unknown!r}; there are: {', '.join(sorted(FILTERS))}")
-    if spec.kind == "round_robin":
-        return RoundRobin(name)
-    if spec.kind == "consistent_hash":
-        return ConsistentHash(name, load_factor=spec.load_factor)
-    return Weighted(_weighted_spec(name, spec))
-
-
-def _weighted_spec(name: str, spec: PolicySpec) -> WeightedSpec:
-    windows = Windows(
-        queue_window=spec.queue_window,
-        concurrency_window=spec.concurrency_window,
-        spill_factor=spec.spill_factor,
-    )
-    weights = tuple((scorer.name, scorer.weight) for scorer in spec.scorers)
-    return WeightedSpec(name, weights, spec.picker, windows, spec.max_affinity_share)

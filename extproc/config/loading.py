@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from extproc.config.schema import Config, Policy, Pool, Tls
+from extproc.config.pool_policies import build_policy, presets
+from extproc.config.schema import Config, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -41,26 +40,6 @@ def parse(text: str, *, source: str = "config") -> Config:
         raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
     _check_policies(config, source)
     return config
-
-
-def presets() -> dict[str, Policy]:
-    """The policies that ship with Pointsman, by the name a pool's `policy` uses."""
-    return dict(_presets())
-
-
-def policy_of(policy: str | Policy) -> Policy:
-    """The policy a pool names or spells out. Raises KeyError for an unknown preset."""
-    return policy if isinstance(policy, Policy) else _presets()[policy]
-
-
-@cache
-def _presets() -> dict[str, Policy]:
-    folder = resources.files("extproc.config").joinpath("presets")
-    return {
-        file.name.removesuffix(".yaml"): Policy.model_validate(parse_yaml(file.read_text(encoding="utf-8")))
-        for file in sorted(folder.iterdir(), key=lambda file: file.name)
-        if file.name.endswith(".yaml")
-    }
 
 
 def _explain(error: ValidationError) -> list[str]:
@@ -109,13 +88,11 @@ def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a
 
 def _check_policies(config: Config, source: str) -> None:
     # Built once here so that a bad scorer name is found when the file is read, not when the first request comes.
-    from extproc.config.generations import build_policy
-
     for position, pool in enumerate(config.pools):
         try:
             build_policy(pool)
         except (KeyError, ValueError) as error:
-            known = ", ".join(sorted(_presets()))
+            known = ", ".join(sorted(presets()))
             what = f"no preset {error}; there are: {known}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{source}: pools[{position}].policy: {what}") from error
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from extproc.config.generations import Generation, build_policy
-from extproc.config.loading import policy_of
+from extproc.config.generations import Generation
+from extproc.config.pool_policies import build_policy, policy_of
 from extproc.config.schema import Pool
 from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds

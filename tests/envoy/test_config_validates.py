@@ -59,8 +59,7 @@ def envoy_binary() -> str:
     """The Envoy of this environment."""
     beside = Path(sys.executable).with_name("envoy")
     found = str(beside) if beside.exists() else shutil.which("envoy")
-    if found is None:
-        pytest.skip("no Envoy here")
+    assert found is not None, "these tests need an Envoy: the extra [embedded] brings one"
     return found
 
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from extproc.cli import cli
-from extproc.config.loading import load, parse, presets
+from extproc.config.loading import load, parse
+from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
 from extproc.observe.metrics import Metrics
 from policies.fleet_state import FleetState

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from extproc.config.generations import RETRY_ON, Generation, build_policy
-from extproc.config.loading import parse, presets
+from extproc.config.generations import RETRY_ON, Generation
+from extproc.config.loading import parse
+from extproc.config.pool_policies import build_policy, presets
 from extproc.request.tokens import TokenRates
 from policies.placement.policy import ConsistentHash, RoundRobin, Weighted
 

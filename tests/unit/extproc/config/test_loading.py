@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from extproc.cli import cli
-from extproc.config.loading import ConfigError, load, parse, policy_of, presets
+from extproc.config.loading import ConfigError, load, parse
+from extproc.config.pool_policies import policy_of, presets
 from extproc.config.schema import Config, Policy, check_address
 
 SMALL = """

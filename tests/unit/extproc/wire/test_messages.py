@@ -451,7 +451,7 @@ def test_an_ipv6_address_is_written_as_the_config_writes_it() -> None:
 def test_an_address_that_is_no_socket_is_none() -> None:
     """A pipe or an internal listener is no endpoint."""
     entry = entry_of(DOWNSTREAM_END, address=None)
-    entry.common_properties.upstream_remote_address.pipe.path = "/tmp/socket"  # noqa: S108 - nothing is opened
+    entry.common_properties.upstream_remote_address.pipe.path = "/run/engine.sock"
     [told] = logged(entry)
     assert isinstance(told, Completion)
     assert told.address is None
