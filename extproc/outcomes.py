@@ -34,6 +34,8 @@ class Outcomes:
         pool, outcome = self._pool(flight), outcome_of(completion)
         if completion.address is not None and outcome in {"ok", "client_error"}:
             self._fleet.observe(completion.address, Evidence.SERVED)
+            if outcome == "ok" and completion.ttft_s is not None:
+                self._fleet.served_after(completion.address, completion.ttft_s)
         self._metrics.completed(pool, outcome, completion.ttft_s, completion.duration_s)
         if completion.usage is not None:
             self._metrics.used_tokens(pool, "prompt", completion.usage.prompt_tokens)

@@ -34,6 +34,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("in_flight_prompt_tokens", np.int64, 0),
     ("in_flight_uncached_tokens", np.int64, 0),
     ("error_ewma", np.float64, 0),
+    ("ttft_ewma_s", np.float64, 0),
+    ("prefix_hit_ratio", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
 )
 _KEPT_ON_REUSE = ("generation",)
@@ -48,6 +50,7 @@ class FleetState:
 
     `waiting`, `running`: requests in the engine, scraped. `kv_used`: 0..1. `kv_capacity_tokens`: the pool's figure
     until the engine reports its own. `context_tokens`: endless while unknown. `in_flight*`: ours, exact.
+    `ttft_ewma_s`: of requests served, 0 before the first. `prefix_hit_ratio`: the engine's own since its start, 0..1.
     `observed_at_s`: time of the last good scrape.
     `routable`: every connected Envoy has acknowledged the address.
     """
@@ -64,6 +67,8 @@ class FleetState:
     in_flight_prompt_tokens: npt.NDArray[np.int64]
     in_flight_uncached_tokens: npt.NDArray[np.int64]
     error_ewma: npt.NDArray[np.float64]
+    ttft_ewma_s: npt.NDArray[np.float64]
+    prefix_hit_ratio: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
 
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:

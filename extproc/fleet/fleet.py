@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 REMOVAL_GRACE_S = 1.0
 """Between unpicking an endpoint or a pool and dropping it from Envoy: longer than any reply is under way to Envoy."""
+_TTFT_WEIGHT = 0.1
+"""Weight of the newest first byte in an endpoint's TTFT EWMA: the last ten or so requests count."""
 _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
@@ -260,6 +262,13 @@ class Fleet:
             ewma[member.slot] += _ERROR_WEIGHT * ((evidence is Evidence.FAILED) - ewma[member.slot])
         self._observe(member, evidence)
 
+    def served_after(self, address: str, ttft_s: float) -> None:
+        """An endpoint's first byte came after `ttft_s`."""
+        slot = self.state.slot_of(address)
+        if slot is not None:
+            ewma = self.state.ttft_ewma_s
+            ewma[slot] += (_TTFT_WEIGHT if ewma[slot] else 1.0) * (ttft_s - ewma[slot])
+
     def _observe(self, member: _Member, evidence: Evidence) -> None:
         before = member.lifecycle.state
         if member.lifecycle.observe(evidence, self._clock()):
@@ -291,6 +300,8 @@ class Fleet:
         state.waiting[slot] = figures.waiting or 0
         state.running[slot] = figures.running or 0
         state.kv_used[slot] = figures.kv_used or 0
+        if figures.prefix_queries_tokens:
+            state.prefix_hit_ratio[slot] = (figures.prefix_hits_tokens or 0) / figures.prefix_queries_tokens
         state.observed_at_s[slot] = self._clock()
         if figures.kv_capacity_tokens:
             member.capacity_tokens = figures.kv_capacity_tokens

@@ -74,12 +74,21 @@ def least_request(view: View, windows: Windows) -> Floats:
     return 1 - np.minimum(1.0, view.in_flight / windows.concurrency_window)
 
 
+def running_batch(view: View, windows: Windows) -> Floats:
+    """Room in the engine's running batch: scraped, our own count where the scrape is stale."""
+    running = view.state.running[view.slots]
+    if view.any_stale:
+        running = view.fresh_or(running, view.in_flight)
+    return 1 - np.minimum(1.0, running / windows.concurrency_window)
+
+
 SCORERS: dict[str, Scorer] = {
     "prefix_affinity": prefix_affinity,
     "queue_depth": queue_depth,
     "kv_usage": kv_usage,
     "in_flight_tokens": in_flight_tokens,
     "least_request": least_request,
+    "running_batch": running_batch,
 }
 """Scorers by the name a config uses."""
 

@@ -109,6 +109,20 @@ def test_a_prompt_of_two_megabytes_arrives_whole(
     assert base64.b64decode(last_request(answer)["body_base64"]) == body.replace(b'"gpt-4o"', b'"sim"', 1)
 
 
+def test_the_sdk_sends_two_megabytes(client: openai.OpenAI) -> None:
+    """A prompt of 2 MB by the SDK itself, streamed: the engine has read it all."""
+    stream = client.chat.completions.create(
+        model="gpt-4o",
+        messages=[{"role": "user", "content": "word " * 420_000}],
+        max_tokens=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    usage = list(stream)[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens > 500_000
+
+
 def test_unknown_fields_arrive_byte_for_byte(
     system: System, last_request: Callable[[httpx.Response], dict[str, Any]]
 ) -> None:

@@ -106,7 +106,7 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
             pool("policy: {scorers: [{name: nope}]}"),
             (
                 "f.yaml: pools[0].policy: unknown scorer 'nope'; there are: in_flight_tokens, kv_usage, least_request, "
-                "prefix_affinity, queue_depth"
+                "prefix_affinity, queue_depth, running_batch"
             ),
         ),
         (

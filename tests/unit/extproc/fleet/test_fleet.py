@@ -677,6 +677,8 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "in_flight_prompt_tokens": 300,
         "in_flight_uncached_tokens": 300,
         "error_ewma": 0.0,
+        "ttft_ewma_s": 0.0,
+        "prefix_hit_ratio": 0.0,
         "indexed_tokens": {"m": 300},
     }
 
@@ -689,3 +691,21 @@ def test_an_endpoint_that_never_answers_is_told_once(house: House) -> None:
             house.fleet.observe(A, Evidence.PROBE_REFUSED)
     told = [entry for entry in logs if entry["event"] == "endpoint does not answer"]
     assert [(entry["log_level"], entry["reason"]) for entry in told] == [("warning", "connection refused")]
+
+
+def test_an_endpoints_first_bytes_are_averaged(house: House) -> None:
+    """The first one counts whole, later ones a tenth; an address that left is no matter."""
+    house.bring_up("m", A)
+    house.fleet.served_after(A, 2.0)
+    house.fleet.served_after(A, 1.0)
+    house.fleet.served_after("10.9.9.9:1", 9.0)
+    assert house.state.ttft_ewma_s[house.slot(A)] == pytest.approx(1.9)
+
+
+def test_the_engines_own_hit_ratio_is_told(house: House) -> None:
+    """Hits over queries since it started; nothing before it was asked for any prompt."""
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(0, 0, 0.0, None, 0, 0))
+    assert house.state.prefix_hit_ratio[house.slot(A)] == 0
+    house.fleet.scraped(A, EngineFigures(0, 0, 0.0, None, 400, 300))
+    assert house.state.prefix_hit_ratio[house.slot(A)] == pytest.approx(0.75)

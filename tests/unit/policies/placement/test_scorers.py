@@ -19,6 +19,7 @@ _LOADS = {
     "kv_usage": "kv_used",
     "in_flight_tokens": "in_flight_prompt_tokens",
     "least_request": "in_flight",
+    "running_batch": "running",
 }
 
 
