@@ -104,6 +104,7 @@ class Exchange:
         "_events",
         "_flight",
         "_headers",
+        "_one_address",
         "_size",
         "_trailers",
         "manner",
@@ -118,6 +119,7 @@ class Exchange:
         self._body: list[bytes] = []
         self._size = 0
         self._end_of_stream = False
+        self._one_address = True
         self._trailers = False
         self.manner = Manner.BUFFERED
         self.turn = Turn.HEADERS
@@ -148,6 +150,8 @@ class Exchange:
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner = manner
+        # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
+        self._one_address = manner is not Manner.BUFFERED or message.wants_response
         # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end
         connect = ":path" not in message.headers and ":method" in message.headers
         if message.end_of_stream or connect or message.body_mode is BodyMode.NONE:
@@ -211,9 +215,10 @@ class Exchange:
             self.turn = Turn.ANSWERED
             return [render(reply, phase, body, self._flight.request_id)]
         self.turn = Turn.ROUTED
+        route = reply.for_one_address_callers() if self._one_address else reply
         if self.manner is Manner.BUFFERED:
-            return [render(reply, phase, body, self._flight.request_id)]
-        return self._answer_streamed(reply.for_one_address_callers(), phase, body)
+            return [render(route, phase, body, self._flight.request_id)]
+        return self._answer_streamed(route, phase, body)
 
     def _answer_streamed(self, route: Route, phase: Phase, body: bytes) -> list[bytes]:
         if phase is Phase.REQUEST_HEADERS:

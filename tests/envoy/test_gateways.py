@@ -1,4 +1,8 @@
-"""Full-duplex gateways in the shapes of Istio, Envoy AI Gateway and agentgateway: whole answers, right instance."""
+"""Other people's gateways, in their shapes: whole answers, right instance, counts that return to zero.
+
+The shapes are settings read in each project's source, run in our Envoy; NGINX's is a client that behaves as its shim
+does. None of the gateways themselves is run here.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,26 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc.aio
 import httpx
 import pytest
 import yaml
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
 
 from extproc.config.loading import load
 from extproc.control import envoy_config
 from extproc.launcher import find_envoy
 
-SHAPES = ("istio", "ai-gateway", "agentgateway")
-ANSWERS = 5_000
+DUPLEX_SHAPES = ("istio", "ai-gateway", "agentgateway")
+BUFFERED_SHAPES = ("envoy-gateway", "ai-gateway-buffered", "kgateway")
+ANSWERS = dict.fromkeys(DUPLEX_SHAPES, 1700) | dict.fromkeys(BUFFERED_SHAPES, 400)
+"""More than 5,000 over the gateways that pass both bodies through us, where an answer could be cut."""
 CLIENTS = 8
 
 _DUPLEX = {
@@ -34,6 +42,45 @@ _DUPLEX = {
     "response_trailer_mode": "SEND",
 }
 _HEADER = "x-gateway-destination-endpoint"
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "istio": {
+        "processing_mode": _DUPLEX,
+        "failure_mode_allow": True,
+        "message_timeout": "1000s",
+        "metadata_options": {
+            "receiving_namespaces": {"untyped": ["envoy.lb"]},
+            "forwarding_namespaces": {"untyped": ["envoy.lb"]},
+        },
+    },
+    "ai-gateway": {"processing_mode": _DUPLEX, "message_timeout": "300s"},
+    "agentgateway": {"processing_mode": _DUPLEX, "message_timeout": "300s"},
+    # what an EnvoyExtensionPolicy makes of `request: {body: Buffered}` with everything else left alone, but for
+    # messageTimeout: its 200 ms are for a router that has a core of its own
+    "envoy-gateway": {
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "request_body_mode": "BUFFERED",
+            "request_trailer_mode": "SKIP",
+            "response_header_mode": "SKIP",
+            "response_body_mode": "NONE",
+            "response_trailer_mode": "SKIP",
+        },
+        "message_timeout": "10s",
+    },
+    # both annotations: processing-body-mode "buffered", allow-mode-override "true"
+    "ai-gateway-buffered": {
+        "processing_mode": _DUPLEX | {"request_body_mode": "BUFFERED", "response_body_mode": "BUFFERED"},
+        "allow_mode_override": True,
+        "message_timeout": "300s",
+    },
+    # its defaults: fails open, waits 200 ms (as above); the body must be asked for
+    "kgateway": {
+        "processing_mode": {"request_header_mode": "SEND", "request_body_mode": "BUFFERED"}
+        | {"response_header_mode": "SKIP", "response_trailer_mode": "SEND"},
+        "failure_mode_allow": True,
+        "message_timeout": "10s",
+    },
+}
 
 
 def _manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
@@ -56,35 +103,56 @@ def _gateway(config_path: Path, shape: str) -> dict[str, Any]:
         "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
     }
     manager["http_filters"] = [ext_proc, router]
-    settings = ext_proc["typed_config"]
-    settings["processing_mode"] = _DUPLEX
-    settings["failure_mode_allow"] = shape == "istio"
-    settings.pop("forward_rules")
-    settings.pop("mutation_rules", None)
-    if shape == "istio":
-        settings["metadata_options"] = {
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-            "forwarding_namespaces": {"untyped": ["envoy.lb"]},
-        }
-    else:
-        settings.pop("metadata_options")
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "pool", "timeout": "0s"}}
-    manager["route_config"] = {"name": "r", "virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [route]}]}
-    cluster = _metadata_cluster(config.pools[0].endpoints.static or ()) if shape == "istio" else _HEADER_CLUSTER
-    bootstrap["static_resources"]["clusters"].append(cluster)
+    grpc_service = ext_proc["typed_config"]["grpc_service"]
+    kind = ext_proc["typed_config"]["@type"]
+    ext_proc["typed_config"] = {"@type": kind, "grpc_service": grpc_service, **_SETTINGS[shape]}
+    manager["route_config"] = {"name": "r", "virtual_hosts": [_virtual_host(shape)]}
+    bootstrap["static_resources"]["clusters"].append(_cluster(shape, config.pools[0].endpoints.static or ()))
     return bootstrap
 
 
-def _metadata_cluster(addresses: tuple[str, ...]) -> dict[str, Any]:
-    """Istio's: override_host by metadata alone, round robin where it says nothing."""
+def _virtual_host(shape: str) -> dict[str, Any]:
+    """One route to the pool; kgateway's, which cannot be told an endpoint, is found by the pool we name."""
+    match: dict[str, Any] = {"prefix": "/"}
+    routes: list[dict[str, Any]] = []
+    if shape == "kgateway":
+        match["headers"] = [{"name": "x-pointsman-cluster", "string_match": {"exact": "pool"}}]
+        routes = [{"match": {"prefix": "/"}, "direct_response": {"status": 503}}]
+    return {
+        "name": "v",
+        "domains": ["*"],
+        "routes": [{"match": match, "route": {"cluster": "pool", "timeout": "0s"}}, *routes],
+    }
+
+
+def _cluster(shape: str, addresses: tuple[str, ...]) -> dict[str, Any]:
+    if shape == "istio":
+        return _override_cluster(
+            addresses, {"metadata": {"key": "envoy.lb", "path": [{"key": _HEADER}]}}, "round_robin"
+        )
+    if shape == "envoy-gateway":
+        return _override_cluster(addresses, {"header": _HEADER}, "least_request")
+    if shape == "kgateway":
+        return _static_cluster(addresses)
+    return _HEADER_CLUSTER
+
+
+def _override_cluster(addresses: tuple[str, ...], source: dict[str, Any], fallback: str) -> dict[str, Any]:
+    """override_host by one source; where that says nothing, the gateway's own choice."""
     kind = "type.googleapis.com/envoy.extensions.load_balancing_policies"
-    fallback = {"name": "rr", "typed_config": {"@type": f"{kind}.round_robin.v3.RoundRobin"}}
+    message = "".join(word.title() for word in fallback.split("_"))
+    other = {"name": fallback, "typed_config": {"@type": f"{kind}.{fallback}.v3.{message}"}}
     override = {
         "@type": f"{kind}.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": _HEADER}]}}],
+        "override_host_sources": [source],
         "selected_host_key": {"key": "envoy.lb", "path": [{"key": f"{_HEADER}-served"}]},
-        "fallback_policy": {"policies": [{"typed_extension_config": fallback}]},
+        "fallback_policy": {"policies": [{"typed_extension_config": other}]},
     }
+    policy = {"policies": [{"typed_extension_config": {"name": "oh", "typed_config": override}}]}
+    return {**_static_cluster(addresses), "load_balancing_policy": policy}
+
+
+def _static_cluster(addresses: tuple[str, ...]) -> dict[str, Any]:
     endpoints = [
         {"endpoint": {"address": {"socket_address": {"address": host, "port_value": int(port)}}}}
         for host, port in (address.split(":") for address in addresses)
@@ -92,7 +160,6 @@ def _metadata_cluster(addresses: tuple[str, ...]) -> dict[str, Any]:
     return {
         "name": "pool",
         "type": "STATIC",
-        "load_balancing_policy": {"policies": [{"typed_extension_config": {"name": "oh", "typed_config": override}}]},
         "load_assignment": {"cluster_name": "pool", "endpoints": [{"lb_endpoints": endpoints}]},
     }
 
@@ -105,57 +172,90 @@ _HEADER_CLUSTER: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=SHAPES)
-def gateway(request: pytest.FixtureRequest, engines: list[Engine], tmp_path: Path) -> Iterator[System]:
-    """Somebody's gateway in front of us."""
-    shape: str = request.param
+@pytest.fixture(params=list(ANSWERS))
+def shape(request: pytest.FixtureRequest) -> str:
+    """Whose gateway."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def picker(engines: list[Engine], tmp_path: Path) -> Iterator[System]:
+    """Us alone, before whom somebody else's gateway comes."""
     system = System(tmp_path, {"pools": [{**pool_of(engines), "cluster": "pool"}]})
-    (tmp_path / "envoy.yaml").write_text(yaml.safe_dump(_gateway(system.config_path, shape)))
     with system.log.open("ab") as log:
         system.process = subprocess.Popen(
             [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log
         )
-        envoy = subprocess.Popen(
-            [find_envoy(), "-c", str(tmp_path / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
-        )
-    eventually(lambda: httpx.get(f"{system.url}/v1/models").status_code == 200, "the gateway serves")
     system.wait_pickable(*(engine.address for engine in engines))
     yield system
-    for process in (envoy, system.process):
-        process.terminate()
-        process.wait(HANG_GUARD_S)
+    system.stop()
     print(system.log.read_text()[-4000:])
 
 
-async def _whole(client: aiohttp.ClientSession, system: System, number: int) -> bool:
-    """One answer, JSON or SSE in turn, is complete."""
-    stream = bool(number % 2)
-    body = chat(f"question {number % 50} " * 20, model="gpt-4o", stream=stream, max_tokens=8)
-    async with client.post(f"{system.url}/v1/chat/completions", json=body) as answer:
-        text = await answer.read()
-    if answer.status != 200:
+@pytest.fixture
+def gateway(shape: str, picker: System, tmp_path: Path) -> Iterator[System]:
+    """Somebody's gateway in front of us."""
+    (tmp_path / "envoy.yaml").write_text(yaml.safe_dump(_gateway(picker.config_path, shape)))
+    with picker.log.open("ab") as log:
+        envoy = subprocess.Popen(
+            [find_envoy(), "-c", str(tmp_path / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
+        )
+    eventually(lambda: httpx.get(f"{picker.url}/v1/models").status_code == 200, "the gateway serves")
+    yield picker
+    envoy.terminate()
+    envoy.wait(HANG_GUARD_S)
+
+
+def _question(number: int, model: str = "gpt-4o") -> dict[str, Any]:
+    """One request, for JSON or SSE in turn."""
+    return chat(f"question {number % 50} " * 20, model=model, stream=bool(number % 2), max_tokens=8)
+
+
+def _whole(number: int, status: int, text: bytes) -> bool:
+    """The answer to that request is complete."""
+    if status != 200:
         return False
-    if stream:
+    if number % 2:
         return text.endswith(b"data: [DONE]\n\n") and text.count(b'"content":') >= 8
     return len(json.loads(text)["choices"][0]["message"]["content"]) == 32
 
 
-@pytest.mark.timeout(400)
-async def test_no_answer_is_cut_or_empty(gateway: System) -> None:
-    """Thousands of JSON and SSE answers at 8 clients: every one is whole, and every count returns to zero."""
-    share = ANSWERS // len(SHAPES)
+async def _cut(answers: int, ask: Callable[[aiohttp.ClientSession, int], Awaitable[bool]]) -> list[int]:
+    """The numbers of the requests, sent by 8 clients, whose answers were not whole."""
     cut: list[int] = []
 
     async def client(first: int) -> None:
         async with aiohttp.ClientSession() as session:
-            cut.extend([n for n in range(first, share, CLIENTS) if not await _whole(session, gateway, n)])
+            cut.extend([n for n in range(first, answers, CLIENTS) if not await ask(session, n)])
 
     await asyncio.gather(*(client(first) for first in range(CLIENTS)))
-    assert cut == []
+    return cut
+
+
+@pytest.mark.timeout(400)
+async def test_no_answer_is_cut_or_empty(gateway: System, shape: str) -> None:
+    """Thousands of JSON and SSE answers at 8 clients: every one is whole, and every count returns to zero."""
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> bool:
+        async with session.post(f"{gateway.url}/v1/chat/completions", json=_question(number)) as answer:
+            return _whole(number, answer.status, await answer.read())
+
+    assert await _cut(ANSWERS[shape], ask) == []
     eventually(lambda: gateway.total("pointsman_ext_proc_streams_open") == 0, "every stream has ended")
     assert set(gateway.in_flight().values()) == {0}
-    decided = gateway.total("pointsman_decisions_total")
-    assert decided == share
+    assert gateway.total("pointsman_decisions_total") == ANSWERS[shape]
+
+
+@pytest.mark.parametrize("shape", BUFFERED_SHAPES, indirect=True)
+def test_who_buffers_requests_pays_nothing_per_token(gateway: System) -> None:
+    """A stream of 2,000 tokens: two messages, and none of the answer, mode override or not."""
+    before = gateway.total("pointsman_ext_proc_messages_total")
+    body = chat(max_tokens=2_000, stream=True)
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=HANG_GUARD_S)
+    assert answer.text.count('"content":') >= 2_000
+    eventually(lambda: gateway.total("pointsman_ext_proc_streams_open") == 0, "the stream has ended")
+    assert gateway.total("pointsman_ext_proc_messages_total") - before == 2
 
 
 def test_large_bodies_pass_both_ways(gateway: System, engines: list[Engine]) -> None:
@@ -191,3 +291,50 @@ def test_two_turns_meet_on_one_instance(gateway: System) -> None:
     for turn in ("one", "two"):
         httpx.post(f"{gateway.url}/v1/chat/completions", json=chat(f"{history}{turn}"), timeout=HANG_GUARD_S)
     assert gateway.total("pointsman_prefix_matched_tokens_total") > 400
+
+
+# -- NGINX Gateway Fabric, which is no Envoy
+
+
+async def _endpoint_by_shim(address: str, body: bytes) -> str:
+    """What NGINX's shim learns: a connection of its own, headers without pseudo headers, the body whole, then EOF.
+
+    Of all that comes back it reads the answer to the headers; without an endpoint there it knows none: "".
+    """
+    headers, whole = ext_proc.ProcessingRequest(), ext_proc.ProcessingRequest()
+    for name, value in (("content-type", "application/json"), ("content-length", str(len(body)))):
+        headers.request_headers.headers.headers.add(key=name, value=value)
+    whole.request_body.body, whole.request_body.end_of_stream = body, True
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")(
+            iter([headers.SerializeToString(), whole.SerializeToString()]), timeout=HANG_GUARD_S
+        )
+        answers = [ext_proc.ProcessingResponse.FromString(raw) async for raw in call]
+    options = [o for a in answers for o in a.request_headers.response.header_mutation.set_headers]
+    return next((option.header.raw_value.decode() for option in options if option.header.key == _HEADER), "")
+
+
+async def test_nginx_finds_an_endpoint_for_every_request(picker: System, engines: list[Engine]) -> None:
+    """A few hundred, JSON and SSE in turn, at 8 clients: one address each, whole answers, nothing left in flight."""
+    addresses = {engine.address for engine in engines}
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> bool:
+        body = json.dumps(_question(number, "sim")).encode()
+        endpoint = await _endpoint_by_shim(picker.config["listen"]["grpc"], body)
+        if endpoint not in addresses:
+            return False
+        close = {"connection": "close"}  # NGINX's proxy keeps none open either
+        async with session.post(f"http://{endpoint}/v1/chat/completions", data=body, headers=close) as answer:
+            return _whole(number, answer.status, await answer.read())
+
+    assert await _cut(300, ask) == []
+    assert set(picker.in_flight().values()) == {0}
+    assert picker.total("pointsman_decisions_total") == 300
+    assert picker.total("pointsman_ext_proc_messages_total") == 600
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"model":"nope","messages":[]}'])
+async def test_nginx_finds_no_endpoint_for_a_refused_request(picker: System, body: bytes) -> None:
+    """Its shim knows no refusals: what is left is the pool's failureMode."""
+    assert await _endpoint_by_shim(picker.config["listen"]["grpc"], body) == ""
+    assert set(picker.in_flight().values()) == {0}

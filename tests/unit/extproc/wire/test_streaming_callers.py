@@ -253,3 +253,15 @@ def test_a_buffering_caller_that_would_send_the_response_is_asked_not_to() -> No
     override = reply.mode_override
     assert (override.request_body_mode, override.response_body_mode) == (MODE.BUFFERED, MODE.NONE)
     assert (override.response_header_mode, override.response_trailer_mode) == (MODE.SKIP, MODE.SEND)
+
+
+def test_a_buffering_caller_that_would_send_the_response_gets_one_address() -> None:
+    """That is Envoy AI Gateway, whose clusters answer a list with 503; who wants no response takes the list."""
+    gateway = Gateway(mode=MODE.BUFFERED)
+    gateway.headers()
+    (reply,) = gateway.body(b"{}", end_of_stream=True)
+    mutation = reply.request_body.response.header_mutation
+    (destination,) = [
+        o.header.raw_value for o in mutation.set_headers if o.header.key == "x-gateway-destination-endpoint"
+    ]
+    assert destination == b"10.0.0.1:80"
