@@ -25,6 +25,7 @@ REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
 
 
+_OK = 200
 _MOST_SETTLED = 1_000
 """Settled requests kept: a tenth of a second at 10,000 requests a second, where the logs are 10 ms apart."""
 
@@ -114,6 +115,7 @@ class Flight:
         "served_by",
         "settled",
         "stage",
+        "streamed",
         "subset",
     )
 
@@ -132,6 +134,7 @@ class Flight:
         self.served_by: str | None = None
         self.charged: tuple[str, ...] = ()
         self.subset: tuple[str, ...] | None = None
+        self.streamed = False
 
     def reserve(
         self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation
@@ -144,6 +147,7 @@ class Flight:
             raise AssertionError("a request takes one place, once")
         self.request = request
         self.pool = decision.pool
+        self.streamed = request.stream
         self.placement = placement
         self.reservation = reservation
         self.served_by = decision.addresses[0]
@@ -221,7 +225,9 @@ class Flights:
         self.ended += 1
         if stage is Stage.RESERVED and flight.reservation is not None:
             self._state.release(flight.reservation)
-            flight.request = flight.placement = None  # needed only for a move, and nothing moves any more
+            if flight.placement is not None:
+                flight.placement.ended(flight.reservation, flight.ended_at_s)
+            flight.request = None  # needed only for a move, and nothing moves any more
             del self._reserved[flight.request_id]
             if flight.settled:
                 self._keep_for_late_attempts(flight)
@@ -279,8 +285,20 @@ class Flights:
             flight.served_by = completion.address
         if completion.failed is not None and not completion.client_left:
             self._charge(flight, completion.address, completion.failed)
+        self._learn(flight, completion)
         self._events.settled(flight, completion)
         return True
+
+    @staticmethod
+    def _learn(flight: Flight, completion: Completion) -> None:
+        """What the pool's ledger can learn of one answer. Only a streamed one tells when its first token came."""
+        reservation, placement, usage = flight.reservation, flight.placement, completion.usage
+        if reservation is None or placement is None or completion.failed is not None:
+            return
+        if flight.streamed and completion.ttft_s is not None and completion.status == _OK:
+            placement.ledger.timed(reservation, completion.ttft_s)
+        if usage is not None and usage.completion_tokens:
+            placement.ledger.answered(usage.completion_tokens)
 
     def _take_credit_back(self, flight: Flight, address: str | None) -> None:
         """A prompt that an endpoint did not take is not in its cache."""

@@ -158,12 +158,19 @@ class Decision:
 
 @dataclass(slots=True)
 class Reservation:
-    """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight."""
+    """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
+
+    The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
+    `pending` while its first token is not known to have come.
+    """
 
     slot: int
     generation: int
     prompt_tokens: int
     uncached_tokens: int
+    work: float = 0.0
+    backlog: float = 0.0
+    pending: bool = False
 
     @property
     def cached_tokens(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from extproc.config.pool_policies import build_policy, presets
-from extproc.config.schema import Config, Pool, Tls
+from extproc.config.pool_policies import build_policy, profile_of
+from extproc.config.schema import KINDS, Config, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -60,19 +60,23 @@ def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic'
     return False
 
 
+_UNION_MEMBERS = {"str", "Profile", *KINDS}
+
+
 def _path(location: tuple[int | str, ...]) -> str:
     """`pools[0].endpoints.static` from pydantic's tuple; the names of union members are left out."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in {"str", "Policy"}:
+        elif part not in _UNION_MEMBERS and not part.startswith("tagged-union["):
             path += f".{part}" if path else part
     return path or "top level"
 
 
 _FIXES = {
     "extra_forbidden": "unknown key; see `pointsman check --schema` for what there is",
+    "unexpected_keyword_argument": "unknown key; see `pointsman check --schema` for what there is",
     "missing": "required, but not given",
 }
 
@@ -80,6 +84,8 @@ _FIXES = {
 def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a TypedDict only in its stubs
     if fault["type"] in _FIXES:
         return _FIXES[fault["type"]]
+    if fault["type"] == "union_tag_invalid":
+        return f"kind must be one of {', '.join(map(repr, KINDS))}, not {fault['ctx']['tag']!r}"
     message = str(fault["msg"]).removeprefix("Value error, ")
     given = fault.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
@@ -91,10 +97,12 @@ def _check_policies(config: Config, source: str) -> None:
     for position, pool in enumerate(config.pools):
         try:
             build_policy(pool)
-        except (KeyError, ValueError) as error:
-            known = ", ".join(sorted(presets()))
-            what = f"no preset {error}; there are: {known}" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{source}: pools[{position}].policy: {what}") from error
+        except ValueError as error:
+            raise ConfigError(f"{source}: pools[{position}].policy: {error}") from error
+        try:
+            profile_of(pool)
+        except ValueError as error:
+            raise ConfigError(f"{source}: pools[{position}].hardware: {error}") from error
 
 
 def _with_absolute_files(config: Config, folder: Path) -> Config:

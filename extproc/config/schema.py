@@ -9,9 +9,23 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from policies.placement.marginal_cost import MarginalCostSpec
+from policies.placement.profiles import Profile
+from policies.placement.rotation import ConsistentHashSpec, RoundRobinSpec
+from policies.placement.weighted import WeightedSpec
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
 
@@ -70,13 +84,22 @@ class Listen(Model):
     health: str = Field("127.0.0.1:9003", description="gRPC health checks")
     tls: Tls | None = Field(None, description="for `grpc_tls`; a self-signed certificate is made without it")
     http_tls: Tls | None = Field(None, description="for Envoy's `http`: clients speak TLS, HTTP/2 or HTTP/1.1 by ALPN")
+    http3: str | None = Field(None, description="UDP, for HTTP/3 by Envoy as well; needs `http_tls`")
 
     _addresses = field_validator("http", "grpc", "health")(check_address)
 
-    @field_validator("grpc_tls")
+    @field_validator("grpc_tls", "http3")
     @classmethod
-    def _check_grpc_tls(cls, value: str | None) -> str | None:
+    def _check_optional(cls, value: str | None) -> str | None:
         return None if value is None else check_address(value)
+
+    @model_validator(mode="after")
+    def _http3_has_a_certificate(self) -> Self:
+        if self.http3 is not None and self.http_tls is None:
+            raise ValueError("http3 needs http_tls: there is no HTTP/3 without TLS")
+        if self.http3 is not None and self.http_tls is not None and self.http_tls.client_ca is not None:
+            raise ValueError("http3 and http_tls.client_ca exclude each other: Envoy asks for no certificate over QUIC")
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -108,27 +131,24 @@ class Endpoints(Model):
         return self
 
 
-class ScorerSpec(Model):
-    """One scorer of a weighted policy."""
-
-    name: Name
-    weight: float = Field(1.0, ge=0)
+KINDS = ("marginal_cost", "weighted", "round_robin", "consistent_hash")
+"""The policies a section can spell out."""
 
 
-class Policy(Model):
-    """How a pool picks an endpoint. A preset name in the pool's `policy` stands for one of these."""
+def _kind(policy: Any) -> str | None:  # noqa: ANN401 - what a file holds, or a policy made from it
+    """Which of the policies a section spells out; weighted scorers where it does not say."""
+    kind = policy.get("kind", "weighted") if isinstance(policy, dict) else getattr(policy, "kind", None)
+    return kind if isinstance(kind, str) else None
 
-    kind: Literal["weighted", "round_robin", "consistent_hash"] = "weighted"
-    filters: tuple[Name, ...] = ("excluded", "context")
-    scorers: tuple[ScorerSpec, ...] = ()
-    picker: Literal["max_score", "power_of_two"] = "max_score"
-    max_affinity_share: Share = Field(0.3, description="upper bound on the affinity scorers' share of the total weight")
-    spill_factor: float = Field(
-        1.25, ge=1, description="a prefix holder above this multiple of mean load gets no affinity"
-    )
-    queue_window: Positive = Field(10, description="waiting requests at which the queue score reaches 0")
-    concurrency_window: Positive = Field(64, description="requests in flight at which the load score reaches 0")
-    load_factor: float = Field(1.25, ge=1, description="consistent_hash: bound on load as a multiple of the mean")
+
+Policy = Annotated[
+    Annotated[MarginalCostSpec, Tag("marginal_cost")]
+    | Annotated[WeightedSpec, Tag("weighted")]
+    | Annotated[RoundRobinSpec, Tag("round_robin")]
+    | Annotated[ConsistentHashSpec, Tag("consistent_hash")],
+    Discriminator(_kind),
+]
+"""How a pool picks an endpoint. A preset name in the pool's `policy` stands for one of these."""
 
 
 class Pool(Model):
@@ -143,6 +163,7 @@ class Pool(Model):
     policy: str | Policy = "default"
     cluster: str | None = Field(None, description="Envoy cluster, if not ours; default: pool_<name>")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
+    hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
     bytes_per_token: float = Field(4.0, gt=0)
     tokens_per_cjk_character: float = Field(1.5, gt=0)
     tokens_per_image: Positive = Field(1024, description="estimate for one inline image")

@@ -21,10 +21,11 @@ from typing import Any, Protocol
 import structlog
 
 from extproc.config.generations import Generation
-from extproc.config.pool_policies import build_policy, policy_of
+from extproc.config.pool_policies import build_policy, policy_of, profile_of
 from extproc.config.schema import Pool
 from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
+from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
 from vllm_adapters.health import Listing
@@ -139,7 +140,9 @@ class Fleet:
         if placement is None or self._pools[pool.name] != pool:
             index = placement.index if placement else PrefixIndex(pool.kv_capacity_tokens)
             index.default_capacity_tokens = pool.kv_capacity_tokens
-            fresh = Placement(pool.name, build_policy(pool), index, filters=policy_of(pool.policy).filters)
+            ledger = placement.ledger if placement else Ledger()
+            ledger.profile = profile_of(pool)
+            fresh = Placement(pool.name, build_policy(pool), index, ledger, filters=policy_of(pool).filters)
             if placement is not None:
                 fresh.members = placement.members
             self.placements[pool.name] = fresh
@@ -316,7 +319,8 @@ class Fleet:
         tokens = member.capacity_tokens or configured
         self.state.kv_capacity_tokens[member.slot] = tokens
         for pool in member.pools:
-            self.placements[pool].index.set_capacity(member.slot, tokens)
+            bound = policy_of(self._pools[pool]).index_tokens
+            self.placements[pool].index.set_capacity(member.slot, bound or tokens)
 
     def _note_restart(self, member: _Member, figures: EngineFigures) -> None:
         if not _is_another_run(member.run, figures):
@@ -325,6 +329,7 @@ class Fleet:
         member.run = figures
         for pool in member.pools:
             self.placements[pool].index.forget(member.slot)
+            self.placements[pool].ledger.forget(member.slot)
         self._observe(member, Evidence.RESTARTED)
         self._events.endpoint_restarted(member.address)
         log.info("engine restarted", endpoint=member.address)

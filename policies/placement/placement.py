@@ -14,6 +14,7 @@ import numpy as np
 
 from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS, Filter, exceeds_context
+from policies.placement.ledger import Ledger
 from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
@@ -33,11 +34,20 @@ class Unplaceable:
 class Placement:
     """The endpoints of one pool and how to choose among them."""
 
-    def __init__(self, pool: str, policy: Policy, index: PrefixIndex, *, filters: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        pool: str,
+        policy: Policy,
+        index: PrefixIndex,
+        ledger: Ledger | None = None,
+        *,
+        filters: Iterable[str] = (),
+    ) -> None:
         """Raise ValueError for an unknown filter."""
         self.pool = pool
         self.policy = policy
         self.index = index
+        self.ledger = ledger or Ledger()
         self.members = np.empty(0, np.intp)
         names = dict.fromkeys((*_ALWAYS, *filters))
         unknown = [name for name in names if name not in FILTERS]
@@ -50,6 +60,7 @@ class Placement:
         members = np.array(sorted(slots), np.intp)
         for gone in np.setdiff1d(self.members, members):
             self.index.forget(int(gone))
+            self.ledger.forget(int(gone))
         self.members = members
 
     def choose(
@@ -58,7 +69,7 @@ class Placement:
         """Up to `length` endpoints, best first. Reads only."""
         members = self.members
         matched = self.index.match(request.block_hashes, request.block_tokens, members)
-        view, filtered = self._filter(View(request, state, members, matched, now_s, rng))
+        view, filtered = self._filter(View(request, state, members, matched, now_s, rng, self.index, self.ledger))
         if not len(view.slots):
             return Unplaceable(filtered)
         ranking = self.policy.rank(view, length)
@@ -83,11 +94,21 @@ class Placement:
         slot = decision.order[0]
         self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
         self.policy.committed(decision)
-        return state.reserve(
+        reservation = state.reserve(
             slot,
             prompt_tokens=request.input_tokens,
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
+        self.ledger.committed(reservation, now_s)
+        return reservation
+
+    def first_token(self, reservation: Reservation, now_s: float) -> None:
+        """The request's first token was seen."""
+        self.ledger.first_token(reservation, now_s)
+
+    def ended(self, reservation: Reservation, now_s: float) -> None:
+        """The request is over; its place in the fleet's counts is given back by its Flight."""
+        self.ledger.ended(reservation, now_s)
 
     def failed(self, request: InferenceRequest, reservation: Reservation) -> None:
         """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
@@ -102,7 +123,10 @@ class Placement:
         if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
             self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
         uncached = max(0, request.input_tokens - int(here[0]))
-        return state.move(reservation, slot, uncached_tokens=uncached)
+        self.ledger.ended(reservation, now_s)
+        moved = state.move(reservation, slot, uncached_tokens=uncached)
+        self.ledger.committed(moved, now_s)
+        return moved
 
     def _filter(self, view: View) -> tuple[View, Filtered]:
         filtered = []

@@ -38,6 +38,9 @@ class PrefixIndex:
         self.default_capacity_tokens = default_capacity_tokens
         self._shelves: dict[int, _Shelf] = {}
         self._holders: dict[int, int] = {}
+        # the shelves' figures as arrays by slot, for policies that weigh them over many endpoints at once
+        self._room_tokens = np.full(16, float(default_capacity_tokens))
+        self._oldest_at_s = np.full(16, np.inf)
 
     def match(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
         """Contiguous tokens that each of `slots` holds of the prompt, shape (n,)."""
@@ -75,6 +78,7 @@ class PrefixIndex:
                 shelf.held_tokens += tokens[position]
                 holders[block] = holders.get(block, 0) | bit
         self._evict(slot, shelf)
+        self._note(slot, shelf)
 
     def discard(self, slot: int, hashes: Sequence[int]) -> None:
         """Take back blocks that `slot` was believed to get and did not."""
@@ -86,6 +90,7 @@ class PrefixIndex:
             if held is not None:
                 shelf.held_tokens -= held[0]
                 self._unhold(block, slot)
+        self._note(slot, shelf)
 
     def set_capacity(self, slot: int, capacity_tokens: int) -> None:
         """Use the KV capacity the engine reports, in tokens; shrinking evicts at once."""
@@ -93,6 +98,7 @@ class PrefixIndex:
         if shelf.capacity_tokens != capacity_tokens:
             shelf.capacity_tokens = capacity_tokens
             self._evict(slot, shelf)
+        self._note(slot, shelf)
 
     def forget(self, slot: int) -> None:
         """Drop everything `slot` was believed to hold: it restarted, or is gone."""
@@ -102,21 +108,38 @@ class PrefixIndex:
                 self._unhold(block, slot)
             shelf.blocks.clear()
             shelf.held_tokens = 0
+            self._note(slot, shelf)
 
     def held_tokens(self, slot: int) -> int:
         """Tokens the index believes `slot` holds; never more than its capacity."""
         shelf = self._shelves.get(slot)
         return shelf.held_tokens if shelf else 0
 
-    def oldest_age_s(self, slot: int, now_s: float) -> float:
-        """Seconds since the least recently used block of `slot` was touched; 0 for an empty shelf."""
-        shelf = self._shelves.get(slot)
-        if not shelf or not shelf.blocks:
-            return 0.0
-        return now_s - next(iter(shelf.blocks.values()))[1]
+    def room_tokens(self, slots: Slots) -> Floats:
+        """Tokens that fit before something is evicted, shape (n,)."""
+        self._reach(int(slots[-1]))
+        return self._room_tokens[slots]
+
+    def oldest_at_s(self, slots: Slots) -> Floats:
+        """When the next block to be evicted was last touched, shape (n,); endless for an empty shelf."""
+        self._reach(int(slots[-1]))
+        return self._oldest_at_s[slots]
 
     def __len__(self) -> int:
         return len(self._holders)
+
+    def _reach(self, slot: int) -> None:
+        missing = slot + 1 - len(self._room_tokens)
+        if missing > 0:
+            room = np.full(missing + 16, float(self.default_capacity_tokens))
+            self._room_tokens = np.concatenate((self._room_tokens, room))
+            self._oldest_at_s = np.concatenate((self._oldest_at_s, np.full(missing + 16, np.inf)))
+
+    def _note(self, slot: int, shelf: _Shelf) -> None:
+        self._reach(slot)
+        self._room_tokens[slot] = shelf.capacity_tokens - shelf.held_tokens
+        blocks = shelf.blocks
+        self._oldest_at_s[slot] = next(iter(blocks.values()))[1] if blocks else np.inf
 
     def _shelf(self, slot: int) -> _Shelf:
         shelf = self._shelves.get(slot)

@@ -11,13 +11,32 @@ from random import Random
 import numpy as np
 
 from policies.fleet_state import FleetState
+from policies.placement.ledger import Ledger
+from policies.placement.prefix_index import PrefixIndex
 from policies.types import Floats, InferenceRequest, Mask, Slots
 
 
 class View:
-    """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,)."""
+    """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
-    __slots__ = ("_in_flight", "_kv_claimed", "_stale", "matched_tokens", "now_s", "request", "rng", "slots", "state")
+    `slots` are in rising order.
+    """
+
+    __slots__ = (
+        "_in_flight",
+        "_kv_capacity",
+        "_kv_claimed",
+        "_prompt_tokens",
+        "_stale",
+        "index",
+        "ledger",
+        "matched_tokens",
+        "now_s",
+        "request",
+        "rng",
+        "slots",
+        "state",
+    )
 
     def __init__(
         self,
@@ -27,6 +46,8 @@ class View:
         matched_tokens: Floats,
         now_s: float,
         rng: Random,
+        index: PrefixIndex,
+        ledger: Ledger,
     ) -> None:
         self.request = request
         self.state = state
@@ -34,13 +55,26 @@ class View:
         self.matched_tokens = matched_tokens
         self.now_s = now_s
         self.rng = rng
+        self.index = index
+        self.ledger = ledger
         self._in_flight: Floats | None = None
         self._kv_claimed: Floats | None = None
+        self._kv_capacity: Floats | None = None
+        self._prompt_tokens: Floats | None = None
         self._stale: Mask | None = None
 
     def take(self, mask: Mask) -> View:
         """The same view over the candidates that `mask` keeps."""
-        return View(self.request, self.state, self.slots[mask], self.matched_tokens[mask], self.now_s, self.rng)
+        return View(
+            self.request,
+            self.state,
+            self.slots[mask],
+            self.matched_tokens[mask],
+            self.now_s,
+            self.rng,
+            self.index,
+            self.ledger,
+        )
 
     @property
     def in_flight(self) -> Floats:
@@ -50,11 +84,24 @@ class View:
         return self._in_flight
 
     @property
+    def prompt_tokens_in_flight(self) -> Floats:
+        """Prompt tokens of the requests in flight, our own count."""
+        if self._prompt_tokens is None:
+            self._prompt_tokens = self.state.in_flight_prompt_tokens[self.slots].astype(np.float64)
+        return self._prompt_tokens
+
+    @property
+    def kv_capacity(self) -> Floats:
+        """Size of the KV cache in tokens."""
+        if self._kv_capacity is None:
+            self._kv_capacity = self.state.kv_capacity_tokens[self.slots]
+        return self._kv_capacity
+
+    @property
     def kv_claimed(self) -> Floats:
         """Share of the KV capacity that our prompts in flight claim; may exceed 1."""
         if self._kv_claimed is None:
-            state, slots = self.state, self.slots
-            self._kv_claimed = state.in_flight_prompt_tokens[slots] / state.kv_capacity_tokens[slots]
+            self._kv_claimed = self.prompt_tokens_in_flight / self.kv_capacity
         return self._kv_claimed
 
     @property

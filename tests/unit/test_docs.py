@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 from prometheus_client.metrics_core import Metric
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from extproc.cli import cli
 from extproc.config.loading import load, parse
@@ -19,6 +19,7 @@ from extproc.config.schema import Config
 from extproc.observe.metrics import Metrics
 from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS
+from policies.placement.policy import PolicySpec
 from policies.placement.scorers import SCORERS
 
 ROOT = Path(__file__).parents[2]
@@ -30,39 +31,63 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 # -- docs/configuration.md
 
 
-def _models_in(annotation: object) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Models within a field's type, each with what its path gets behind the field's name."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+@dataclass(frozen=True)
+class Field:
+    """One field of a configuration file: `shown` is its default as the page writes it."""
+
+    section: str
+    name: str
+    shown: str
+
+
+def _sections_in(annotation: object) -> Iterator[tuple[str, Any]]:
+    """Sections within a field's type, each with what its path gets behind the field's name."""
+    if isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, BaseModel)):
         yield "", annotation
     for part in get_args(annotation):
-        for suffix, found in _models_in(part):
-            yield "[]" if "tuple" in str(annotation) else suffix, found
+        for suffix, found in _sections_in(part):
+            yield "[]" if get_origin(annotation) is tuple else suffix, found
 
 
-def _fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
-    """(section, field name, field) of everything a configuration file may hold."""
-    for name, field in model.model_fields.items():
-        yield path, name, field
-        for suffix, inner in _models_in(field.annotation):
+def _fields(section: Any, path: str = "") -> Iterator[Field]:
+    """Everything a configuration file may hold."""
+    members = _members_of_model if issubclass(section, BaseModel) else _members_of_dataclass
+    for name, annotation, default in members(section):
+        place = f"{path} ({_kind(section)})" if name in _own_fields(section) else path
+        yield Field(place, name, _shown(default))
+        for suffix, inner in _sections_in(annotation):
             yield from _fields(inner, f"{path}.{name}{suffix}".lstrip("."))
 
 
-FIELDS = list(_fields(Config))
+def _kind(section: Any) -> str:
+    return next(str(field.default) for field in fields(section) if field.name == "kind")
 
 
-def _rows(section: str) -> dict[str, str]:
-    """The default column of a section's table, by field."""
-    heading = f"## `{section}`" if section else "## Top level"
-    _, found, rest = CONFIGURATION.partition(f"{heading}\n")
-    assert found, f"docs/configuration.md has no section {heading}"
-    table = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", rest.partition("\n## ")[0], re.MULTILINE)
-    return dict(table)
+def _own_fields(section: Any) -> set[str]:
+    """What only one kind of policy has; all kinds stand in one place of the file."""
+    if not issubclass(section, PolicySpec):
+        return set()
+    return {field.name for field in fields(section)} - {field.name for field in fields(PolicySpec)} - {"kind"}
 
 
-def _shown(field: FieldInfo) -> str:
-    if field.is_required():
+def _members_of_model(section: type[BaseModel]) -> Iterator[tuple[str, Any, Any]]:
+    for name, field in section.model_fields.items():
+        yield name, field.annotation, _REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _members_of_dataclass(section: Any) -> Iterator[tuple[str, Any, Any]]:
+    annotations = get_type_hints(section)
+    for field in fields(section):
+        default = "weighted" if field.name == "kind" else field.default
+        yield field.name, annotations[field.name], _REQUIRED if default is MISSING else default
+
+
+_REQUIRED = object()
+
+
+def _shown(default: object) -> str:
+    if default is _REQUIRED:
         return "required"
-    default = field.get_default(call_default_factory=True)
     if isinstance(default, BaseModel):
         return "see below"
     return "none" if default is None else f"`{_yaml(default)}`"
@@ -74,16 +99,29 @@ def _yaml(value: Any) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-@pytest.mark.parametrize(("section", "name", "field"), FIELDS, ids=[f"{s}.{n}".lstrip(".") for s, n, _ in FIELDS])
-def test_every_config_field_is_documented_with_its_default(section: str, name: str, field: FieldInfo) -> None:
+FIELDS = sorted(set(_fields(Config)), key=lambda field: (field.section, field.name))
+
+
+def _rows(section: str) -> dict[str, str]:
+    """The default column of a section's table, by field."""
+    place, _, kind = section.partition(" ")
+    heading = f"## `{place}` {kind}".rstrip() if section else "## Top level"
+    _, found, rest = CONFIGURATION.partition(f"{heading}\n")
+    assert found, f"docs/configuration.md has no section {heading}"
+    table = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", rest.partition("\n## ")[0], re.MULTILINE)
+    return dict(table)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: f"{field.section}.{field.name}".lstrip("."))
+def test_every_config_field_is_documented_with_its_default(field: Field) -> None:
     """In the table of its section, so that the page can be trusted."""
-    assert _rows(section).get(name) == _shown(field)
+    assert _rows(field.section).get(field.name) == field.shown
 
 
 def test_no_documented_field_is_an_invention() -> None:
     """What the tables name, a file may hold."""
-    known = {(section, name) for section, name, _ in FIELDS}
-    for section in {section for section, _, _ in FIELDS}:
+    known = {(field.section, field.name) for field in FIELDS}
+    for section in {section for section, _ in known}:
         assert {(section, name) for name in _rows(section)} <= known
 
 
@@ -158,10 +196,8 @@ def test_the_readmes_ports_are_the_defaults() -> None:
     """The table of ports against the schema; what is listened on only when asked for is not in it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = {field: address for address, field in re.findall(r"^\| ([\d.:]+) \| `([\w.]+)` \|", readme, re.MULTILINE)}
-    defaults = {f"{s}.{n}": f.default for s, n, f in FIELDS}
-    always_open = {
-        field for field, default in defaults.items() if field.startswith("listen.") and isinstance(default, str)
-    }
+    defaults = {f"{field.section}.{field.name}": field.shown.strip("`") for field in FIELDS}
+    always_open = {field for field, default in defaults.items() if field.startswith("listen.") and default != "none"}
     assert always_open | {"observe.metrics", "admin.listen"} == set(shown)
     assert all(defaults[field] == address for field, address in shown.items())
 

@@ -14,8 +14,8 @@ from extproc.flight import Attempt, Completion, Flight, Flights, Stage, Usage
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.placement import Placement
-from policies.placement.policy import RoundRobin
 from policies.placement.prefix_index import PrefixIndex
+from policies.placement.rotation import RoundRobin
 from policies.types import Decision, InferenceRequest, Kind
 
 ADDRESSES = tuple(f"10.0.0.{number}:8000" for number in range(4))

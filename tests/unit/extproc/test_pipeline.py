@@ -597,7 +597,7 @@ def test_an_explanation_says_where_and_why(house: House) -> None:
     assert {candidate["endpoint"] for candidate in told["candidates"]} == set(CHAT_ADDRESSES)
     best = told["candidates"][0]
     assert best["endpoint"] == route.addresses[0]
-    assert set(best["parts"]) == {"prefix_affinity", "queue_depth", "kv_usage", "in_flight_tokens", "least_request"}
+    assert set(best["parts"]) == {"own", "stall", "decode", "eviction", "overflow", "band"}
     assert told["filtered"] == []
 
 

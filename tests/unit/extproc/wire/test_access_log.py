@@ -14,8 +14,8 @@ from extproc.flight import Completion, Flight, Flights
 from extproc.wire.access_log import AccessLog
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
-from policies.placement.policy import RoundRobin
 from policies.placement.prefix_index import PrefixIndex
+from policies.placement.rotation import RoundRobin
 from policies.types import Choice, Decision, InferenceRequest, Kind, Ranking
 
 DOWNSTREAM_END, POOL_READY = 6, 7

@@ -10,6 +10,8 @@ import pytest
 
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
+from policies.placement.ledger import Ledger
+from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
 from policies.types import InferenceRequest, Kind
 
@@ -45,7 +47,14 @@ def view_of(state: FleetState, request_of: Callable[..., InferenceRequest]) -> C
 
     def make(matched: tuple[float, ...] = (0, 0, 0, 0), now_s: float = 0.0, **fields: object) -> View:
         return View(
-            request_of(**fields), state, np.arange(4, dtype=np.intp), np.array(matched, float), now_s, Random(1)
+            request_of(**fields),
+            state,
+            np.arange(4, dtype=np.intp),
+            np.array(matched, float),
+            now_s,
+            Random(1),
+            PrefixIndex(10_000),
+            Ledger(),
         )
 
     return make

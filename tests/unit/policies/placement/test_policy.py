@@ -11,13 +11,20 @@ import pytest
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.placement import Placement, Unplaceable
-from policies.placement.policy import ConsistentHash, RoundRobin, Weighted, WeightedSpec, bounded_weights
 from policies.placement.prefix_index import PrefixIndex
+from policies.placement.rotation import ConsistentHash, RoundRobin
+from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec, bounded_weights
 from policies.types import Choice, Decision, InferenceRequest
 
 Requests = Callable[..., InferenceRequest]
 _BLOCKS = {"block_hashes": [1, 2, 3], "block_tokens": [300, 300, 300]}
-_DEFAULT = WeightedSpec("t", (("prefix_affinity", 3), ("queue_depth", 3), ("least_request", 4)))
+
+
+def _weighing(**weights: float) -> WeightedSpec:
+    return WeightedSpec(scorers=tuple(ScorerWeight(name=name, weight=weight) for name, weight in weights.items()))
+
+
+_DEFAULT = _weighing(prefix_affinity=3, queue_depth=3, least_request=4)
 
 
 def _placement(policy: object, *, filters: tuple[str, ...] = ("excluded", "context")) -> Placement:
@@ -35,19 +42,19 @@ def _place(placement: Placement, request: InferenceRequest, state: FleetState, r
 
 def test_affinity_never_exceeds_its_share() -> None:
     """A weight of 9 to 1 is cut to 30 %; the rest is scaled to fill."""
-    spec = WeightedSpec("t", (("prefix_affinity", 9), ("queue_depth", 1)))
+    spec = _weighing(prefix_affinity=9, queue_depth=1)
     assert dict(bounded_weights(spec)) == pytest.approx({"prefix_affinity": 0.3, "queue_depth": 0.7})
 
 
 def test_affinity_alone_may_have_it_all() -> None:
     """With nothing to weigh against there is nothing to bound."""
-    assert bounded_weights(WeightedSpec("t", (("prefix_affinity", 2),))) == [("prefix_affinity", 1.0)]
+    assert bounded_weights(_weighing(prefix_affinity=2)) == [("prefix_affinity", 1.0)]
 
 
 def test_unknown_scorers_are_refused_with_the_known_ones() -> None:
     """The message lists what there is."""
     with pytest.raises(ValueError, match="least_request"):
-        Weighted(WeightedSpec("t", (("no_such", 1),)))
+        Weighted(_weighing(no_such=1))
 
 
 def test_the_second_turn_follows_the_first(state: FleetState, request_of: Requests) -> None:

@@ -73,10 +73,10 @@ def test_forgetting_one_endpoint_leaves_the_others_and_its_capacity() -> None:
 def test_the_age_is_that_of_the_least_recently_touched_block() -> None:
     """What would be evicted next tells how warm the cache is."""
     index = PrefixIndex(1_000)
-    assert index.oldest_age_s(0, 5.0) == 0
+    assert index.oldest_at_s(np.array([0])) == np.inf
     index.insert(0, [1], [64], 1.0)
     index.insert(0, [2], [64], 4.0)
-    assert index.oldest_age_s(0, 5.0) == 4.0
+    assert index.oldest_at_s(np.array([0])) == 1.0
 
 
 _prompts = st.lists(st.integers(0, 11), min_size=1, max_size=8)

@@ -1,0 +1,314 @@
+"""A trace through one policy and simulated engines, in virtual time. Deterministic: the seed decides everything.
+
+The policy under test is the product's own Placement over the product's own FleetState; engines are the simulator's.
+Only the clock is virtual: events in a heap, none of them waits. What a live fleet adds (Envoy, HTTP, scrapes that come
+late) costs milliseconds where the engines cost seconds; scrapes are modelled, for policies that live by them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from extproc.replay.traces import Trace, TraceRequest
+from policies.fleet_state import FleetState
+from policies.lifecycle import State
+from policies.placement.ledger import Ledger
+from policies.placement.placement import Placement, Unplaceable
+from policies.placement.policy import PolicySpec
+from policies.placement.prefix_index import PrefixIndex
+from policies.placement.profiles import HARDWARE as PROFILES
+from policies.types import InferenceRequest, Kind, Reservation
+from vllm_adapters.simulator.engine import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engine, Step
+from vllm_adapters.simulator.hardware import H100_8B, HARDWARE
+
+_SCRAPE_DELAY_S = 0.02
+"""From an engine's page to the router's view of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """Something that happens to an engine `at_s`: `kill`, `join` (it was absent before)."""
+
+    at_s: float
+    what: str
+    engine: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines. `speeds[i]` multiplies engine i's; one figure for all that are not named is 1."""
+
+    engines: int = 8
+    hardware: str = H100_8B.name
+    kv_capacity_tokens: int | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
+    speeds: tuple[float, ...] = ()
+    scrape_interval_s: float = 0.5
+    first_tokens_seen: bool = True
+    notice_s: float = 1.0
+    disturbances: tuple[Disturbance, ...] = ()
+
+    @property
+    def capacity_tokens(self) -> int:
+        """KV cache of one engine."""
+        return self.kv_capacity_tokens or HARDWARE[self.hardware].kv_capacity_tokens
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request; times are the virtual clock's, negative while they are not known."""
+
+    arrived_s: float = -1.0
+    first_token_s: float = -1.0
+    ended_s: float = -1.0
+    engine: int = -1
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+    reservation: Reservation | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished replay. `ended_s`: when its last request was answered."""
+
+    trace: Trace
+    fleet: Fleet
+    outcomes: list[Outcome]
+    ended_s: float
+    preemptions: int
+    drained_s: float = 0.0
+    drained_count: int = 0
+    samples: list[tuple[float, tuple[float, ...]]] = field(default_factory=list)
+
+
+class _Node:
+    """One engine and what the replay knows of it."""
+
+    __slots__ = ("busy", "engine", "run", "slot", "speed", "up")
+
+    def __init__(self, engine: Engine, slot: int, speed: float) -> None:
+        self.engine = engine
+        self.slot = slot
+        self.speed = speed
+        self.up = True
+        self.busy = False
+        self.run = 0  # counts restarts: a step begun before the kill is void
+
+
+class Replay:
+    """One trace, one policy, one fleet. `in_flight`: keep so many requests under way instead of following arrivals."""
+
+    def __init__(
+        self, trace: Trace, spec: PolicySpec, fleet: Fleet, *, seed: int = 1, in_flight: int | None = None
+    ) -> None:
+        self._trace = trace.fitted(fleet.capacity_tokens)
+        self._fleet = fleet
+        self._in_flight = in_flight
+        self._rng = Random(seed)
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = count()
+        self._state = FleetState(stale_after_s=float("inf"), max_endpoints=fleet.engines)
+        self._placement = Placement(
+            "replay",
+            spec.build("replay"),
+            PrefixIndex(spec.index_tokens or fleet.capacity_tokens),
+            Ledger(PROFILES[fleet.hardware]),
+            filters=spec.filters,
+        )
+        self._nodes = [self._node(number) for number in range(fleet.engines)]
+        self._set_members()
+        requests = self._trace.requests
+        self._outcomes = [Outcome() for _ in requests]
+        self._followers: dict[int, list[int]] = {}
+        self._held: deque[int] = deque()
+        self._ended = 0
+        self._run = Run(self._trace, fleet, self._outcomes, 0.0, 0)
+
+    def _node(self, number: int) -> _Node:
+        fleet, slot = self._fleet, self._state.add(f"10.0.{number // 250}.{number % 250 + 1}:8000")
+        engine = Engine(
+            HARDWARE[fleet.hardware],
+            kv_capacity_tokens=fleet.capacity_tokens,
+            block_size_tokens=self._trace.block_tokens,
+            max_num_seqs=fleet.max_num_seqs,
+            max_batched_tokens=fleet.max_batched_tokens,
+        )
+        self._state.state[slot] = State.READY
+        self._state.routable[slot] = True
+        self._state.kv_capacity_tokens[slot] = fleet.capacity_tokens
+        self._state.set_models(slot, frozenset({"m"}))
+        self._state.observed_at_s[slot] = 0.0
+        return _Node(engine, slot, fleet.speeds[number] if number < len(fleet.speeds) else 1.0)
+
+    def _set_members(self) -> None:
+        self._placement.set_members(node.slot for node in self._nodes if node.up)
+
+    # -- the clock
+
+    def _at(self, time_s: float, what: Callable[..., None], *args: object) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), what, args))
+
+    def run(self) -> Run:
+        """To the last answer."""
+        self._schedule()
+        events, total = self._events, len(self._outcomes)
+        while events and self._ended < total:
+            self._now_s, _, what, args = heapq.heappop(events)
+            what(*args)
+        self._run.ended_s = self._now_s
+        self._run.preemptions = sum(node.engine.preemptions_total for node in self._nodes)
+        return self._run
+
+    def _schedule(self) -> None:
+        requests = self._trace.requests
+        independent = []
+        for number, request in enumerate(requests):
+            if request.after is not None:
+                self._followers.setdefault(request.after, []).append(number)
+            else:
+                independent.append(number)
+        if self._in_flight is None:
+            for number in independent:
+                self._at(requests[number].arrives_s, self._arrive, number)
+        else:
+            self._waiting = deque(independent)
+            for _ in range(min(self._in_flight, len(independent))):
+                self._at(0.0, self._arrive, self._waiting.popleft())
+        for node in self._nodes:
+            self._at(self._fleet.scrape_interval_s * self._rng.random(), self._scrape, node)
+        for disturbance in self._fleet.disturbances:
+            self._plan(disturbance)
+
+    def _plan(self, disturbance: Disturbance) -> None:
+        node = self._nodes[disturbance.engine]
+        if disturbance.what == "join":
+            node.up = False
+            self._set_members()
+            self._at(disturbance.at_s, self._join, node)
+        else:
+            self._at(disturbance.at_s, self._kill, node)
+
+    # -- requests
+
+    def _arrive(self, number: int) -> None:
+        outcome = self._outcomes[number]
+        if outcome.arrived_s < 0:
+            outcome.arrived_s = self._now_s
+        request = self._trace.requests[number]
+        asked = _as_asked(request, self._trace.block_tokens)
+        placement = self._placement
+        decision = placement.choose(asked, self._state, self._now_s, self._rng, length=1)
+        if isinstance(decision, Unplaceable):
+            self._held.append(number)
+            return
+        outcome.reservation = placement.commit(decision, asked, self._state, self._now_s)
+        outcome.predicted_tokens = decision.chosen_matched_tokens
+        outcome.engine = decision.order[0]
+        node = self._nodes[outcome.engine]
+        node.engine.submit(number, request.blocks, request.prompt_tokens, request.output_tokens)
+        self._start(node)
+
+    def _end(self, number: int) -> None:
+        outcome, request = self._outcomes[number], self._trace.requests[number]
+        outcome.ended_s = self._now_s
+        self._ended += 1
+        self._give_back(outcome)
+        self._placement.ledger.answered(request.output_tokens)
+        for follower in self._followers.get(number, ()):
+            self._at(self._now_s + self._trace.requests[follower].think_s, self._arrive, follower)
+        if self._in_flight is not None:
+            self._refill()
+
+    def _give_back(self, outcome: Outcome) -> None:
+        reservation, outcome.reservation = outcome.reservation, None
+        if reservation is not None:
+            self._placement.ended(reservation, self._now_s)
+            self._state.release(reservation)
+
+    def _refill(self) -> None:
+        if self._waiting:
+            self._at(self._now_s, self._arrive, self._waiting.popleft())
+        elif not self._run.drained_s:
+            self._run.drained_s, self._run.drained_count = self._now_s, self._ended
+
+    # -- engines
+
+    def _start(self, node: _Node) -> None:
+        if node.busy or not node.up:
+            return
+        duration_s = node.engine.start_step()
+        if duration_s is not None:
+            node.busy = True
+            self._at(self._now_s + duration_s / node.speed, self._step, node, node.run)
+
+    def _step(self, node: _Node, run: int) -> None:
+        if run != node.run:
+            return
+        node.busy = False
+        self._take(node.engine.end_step())
+        self._start(node)
+
+    def _take(self, step: Step) -> None:
+        for number in step.first_tokens:
+            outcome = self._outcomes[number]  # type: ignore[call-overload] # an engine names requests by what it was given
+            if outcome.first_token_s < 0:
+                outcome.first_token_s = self._now_s
+            if self._fleet.first_tokens_seen and outcome.reservation is not None:
+                self._placement.first_token(outcome.reservation, self._now_s)
+        for number in step.finished:
+            self._end(number)  # type: ignore[arg-type] # as above
+
+    def _scrape(self, node: _Node) -> None:
+        engine = node.engine
+        figures = (engine.waiting, engine.running, engine.kv_used)
+        self._at(self._now_s + _SCRAPE_DELAY_S, self._scraped, node, figures)
+        self._at(self._now_s + self._fleet.scrape_interval_s, self._scrape, node)
+
+    def _scraped(self, node: _Node, figures: tuple[float, float, float]) -> None:
+        state, slot = self._state, node.slot
+        state.waiting[slot], state.running[slot], state.kv_used[slot] = figures
+        state.observed_at_s[slot] = self._now_s
+
+    # -- disturbances
+
+    def _kill(self, node: _Node) -> None:
+        node.run += 1
+        node.up = False
+        self._at(self._now_s + self._fleet.notice_s, self._noticed, node)
+
+    def _noticed(self, node: _Node) -> None:
+        self._set_members()
+        lost = [n for n, o in enumerate(self._outcomes) if o.engine == node.slot and o.arrived_s >= 0 and o.ended_s < 0]
+        for number in lost:
+            outcome = self._outcomes[number]
+            self._give_back(outcome)
+            outcome.first_token_s, outcome.engine = -1.0, -1
+            self._arrive(number)
+
+    def _join(self, node: _Node) -> None:
+        node.up = True
+        self._set_members()
+        while self._held:
+            self._at(self._now_s, self._arrive, self._held.popleft())
+
+
+def _as_asked(request: TraceRequest, block_tokens: int) -> InferenceRequest:
+    """The request as the router sees it: sizes and hashes, no answer."""
+    blocks: Sequence[int] = request.blocks[: request.prompt_blocks]
+    return InferenceRequest(
+        Kind.CHAT,
+        "m",
+        "m",
+        request.prompt_tokens,
+        stream=True,
+        block_hashes=blocks,
+        block_tokens=[block_tokens] * len(blocks),
+        session_key=request.session,
+    )

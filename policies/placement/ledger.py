@@ -1,0 +1,180 @@
+"""The ledger: what each endpoint still has to prefill by our own accounts, and how fast it turns out to do it.
+
+One per pool, written by Placement as requests are committed, get their first token and end; read by policies that
+predict. It needs nothing from the engines. Three figures per endpoint matter:
+
+- *pending work*: of requests without a first token; without an end, where first tokens cannot be seen;
+- the *backlog*: a bucket that fills with each request's work and leaks at the endpoint's prefill rate, never above
+  the pending work. Without the leak a fleet whose first tokens are unseen would count prefilled prompts as still to
+  come; without the bound a rate learned too low never recovers (measured: three times the TTFT);
+- the *prefill rate*: work done over time taken, of the last half minute of prefilling, pulled towards the profile's
+  by two seconds' worth of it.
+
+Rejected: exact per-request queues per endpoint. The order inside an engine is its own affair, and sums are enough.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.placement.profiles import Profile
+from policies.types import Floats, Reservation, Slots
+
+_RATE_MEMORY_S = 30.0
+"""Seconds of prefilling after which an observation counts 1/e."""
+_PRIOR_S = 2.0
+"""The profile's rate counts as much as this many seconds of observation."""
+_OUTPUT_MEMORY = 0.999
+"""Of each finished request's weight, what is left after the next: about the last thousand count."""
+_PRIOR_REQUESTS = 20.0
+"""The profile's answer length counts as much as this many requests."""
+_SHORTEST_S = 1e-4
+_MOST_TIMES_PRIOR = 20.0
+"""An observed rate further than this factor from the profile's is a misreading, not a rate."""
+
+_COLUMNS = ("pending", "pending_work", "pending_tokens", "bucket", "bucket_at_s", "rate_work", "rate_time_s", "since_s")
+
+
+class Ledger:
+    """Work by endpoint slot. Arrays grow with the highest slot seen."""
+
+    pending: Floats
+    pending_work: Floats
+    pending_tokens: Floats
+    bucket: Floats
+    bucket_at_s: Floats
+    rate_work: Floats
+    rate_time_s: Floats
+    since_s: Floats
+
+    def __init__(self, profile: Profile | None = None) -> None:
+        self.profile = profile or Profile()
+        self.outputs = 0.0
+        self.output_tokens_sum = 0.0
+        self._size = 0
+        self._grow(16)
+
+    # -- requests
+
+    def committed(self, reservation: Reservation, now_s: float) -> None:
+        """A request was placed."""
+        slot = reservation.slot
+        self._reach(slot)
+        work = self.profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
+        backlog = self._settle(slot, now_s)
+        if not self.pending[slot]:
+            self.since_s[slot] = now_s
+        reservation.work, reservation.backlog, reservation.pending = work, backlog, True
+        self.bucket[slot] = backlog + work
+        self._book(slot, 1.0, work, reservation.uncached_tokens)
+
+    def first_token(self, reservation: Reservation, now_s: float) -> None:
+        """The request's first token came: its prefill is done, and tells of the endpoint's rate."""
+        if reservation.pending:
+            slot = reservation.slot
+            self._learn(slot, reservation.work, now_s - float(self.since_s[slot]))
+            self._done(reservation, now_s)
+            self.since_s[slot] = now_s
+
+    def ended(self, reservation: Reservation, now_s: float) -> None:
+        """The request is over, or left the endpoint."""
+        if reservation.pending:
+            self._done(reservation, now_s)
+
+    def timed(self, reservation: Reservation, ttft_s: float) -> None:
+        """Told afterwards how long the first token took: the backlog it found and its own work were done by then.
+
+        A rate thought too high understates the backlog and so brings itself down, one too low the other way.
+        """
+        self._learn(reservation.slot, reservation.backlog + reservation.work, ttft_s)
+
+    def answered(self, output_tokens: int) -> None:
+        """A request was answered with so many tokens."""
+        self.outputs = self.outputs * _OUTPUT_MEMORY + 1.0
+        self.output_tokens_sum = self.output_tokens_sum * _OUTPUT_MEMORY + output_tokens
+
+    def forget(self, slot: int) -> None:
+        """The slot has another endpoint now, or the same one anew: its rate must be learned again."""
+        self._reach(slot)
+        self.rate_work[slot] = self.rate_time_s[slot] = self.bucket[slot] = 0.0
+
+    # -- what policies read
+
+    def rate(self, slots: Slots) -> Floats:
+        """Prefill work per second, shape (n,)."""
+        self._reach_all(slots)
+        prior = self.profile.prefill_tokens_per_s
+        rates: Floats = (self.rate_work[slots] + _PRIOR_S * prior) / (self.rate_time_s[slots] + _PRIOR_S)
+        return rates
+
+    def backlog(self, slots: Slots, rates: Floats, now_s: float) -> Floats:
+        """Work still to be done before a new request's turn, shape (n,)."""
+        self._reach_all(slots)
+        left = self.bucket[slots] - rates * (now_s - self.bucket_at_s[slots])
+        waiting: Floats = np.minimum(np.maximum(left, 0.0), self.pending_work[slots])
+        return waiting
+
+    def waiting_tokens(self, slots: Slots) -> Floats:
+        """Uncached prompt tokens of requests without a first token, shape (n,)."""
+        self._reach_all(slots)
+        return self.pending_tokens[slots]
+
+    @property
+    def expected_output_tokens(self) -> float:
+        """Mean length of an answer."""
+        if self.outputs <= _PRIOR_REQUESTS:
+            return self.profile.output_tokens
+        return self.output_tokens_sum / self.outputs
+
+    # -- inside
+
+    def _learn(self, slot: int, work: float, time_s: float) -> None:
+        time_s = max(time_s, _SHORTEST_S)
+        prior = self.profile.prefill_tokens_per_s
+        if not prior / _MOST_TIMES_PRIOR <= work / time_s <= prior * _MOST_TIMES_PRIOR:
+            return
+        kept = math.exp(-time_s / _RATE_MEMORY_S)
+        self.rate_work[slot] = self.rate_work[slot] * kept + work
+        self.rate_time_s[slot] = self.rate_time_s[slot] * kept + time_s
+
+    def _done(self, reservation: Reservation, now_s: float) -> None:
+        slot = reservation.slot
+        self._settle(slot, now_s)
+        self._book(slot, -1.0, -reservation.work, -reservation.uncached_tokens)
+        if not self.pending[slot]:  # else rounding would add up over days
+            self.pending_work[slot] = self.pending_tokens[slot] = 0.0
+        self.bucket[slot] = min(self.bucket[slot], self.pending_work[slot])
+        reservation.pending = False
+
+    def _settle(self, slot: int, now_s: float) -> float:
+        """Let the bucket leak up to now."""
+        prior = self.profile.prefill_tokens_per_s
+        rate = (self.rate_work[slot] + _PRIOR_S * prior) / (self.rate_time_s[slot] + _PRIOR_S)
+        left = float(self.bucket[slot] - rate * (now_s - self.bucket_at_s[slot]))
+        backlog = min(max(left, 0.0), float(self.pending_work[slot]))
+        self.bucket[slot], self.bucket_at_s[slot] = backlog, now_s
+        return backlog
+
+    def _book(self, slot: int, requests: float, work: float, tokens: float) -> None:
+        self.pending[slot] += requests
+        self.pending_work[slot] += work
+        self.pending_tokens[slot] += tokens
+
+    def _reach_all(self, slots: Slots) -> None:
+        if len(slots):
+            self._reach(int(slots[-1]))
+
+    def _reach(self, slot: int) -> None:
+        if slot >= self._size:
+            self._grow(max(slot + 1, 2 * self._size))
+
+    def _grow(self, size: int) -> None:
+        for name in _COLUMNS:
+            column: npt.NDArray[np.float64] = np.zeros(size)
+            if self._size:
+                column[: self._size] = getattr(self, name)
+            setattr(self, name, column)
+        self._size = size

@@ -1,0 +1,130 @@
+"""Marginal latency cost: an endpoint is charged with the latency that placing the request there adds to everybody.
+
+Seconds, lower wins. The terms, for a request of L prompt tokens of which the endpoint lacks u:
+
+    own        (backlog + work) / rate               its wait and its own prefill
+    stall      stall_weight * n * work / rate        the n requests already there wait while it prefills
+    decode     decode_weight * O * (c n + d T)       its own answer of O tokens is slower beside n requests of T tokens
+    eviction   eviction_weight * u / rate * fade     prefixes pushed out that others still want, where it must evict
+    overflow   overflow_s * excess                   of KV cache or batch places: it would wait inside the engine
+
+    band       -affinity_band_s                      for the cheapest holder of more than half of the prompt
+
+`work` includes attention (profiles.py), backlog and rate are the ledger's. The band is there because a prediction is
+never so exact that a cache should be given up for less.
+
+Without stall and decode this is predicted TTFT, which is worse end to end than a good heuristic: it sends long
+prompts where they hurt others. Rejected as well: normalised weighted scores (no unit, so no honest trade-off between
+a queue and a cache) and a learned regressor (needs a training set per fleet, and nobody can say why it chose).
+Formula and constants were found by simulation on public traces; docs/placement.md has the tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from policies.placement.pickers import max_score
+from policies.placement.policy import PolicySpec, ranking
+from policies.placement.view import View
+from policies.types import Decision, Floats, Ranking
+
+_HELD_SHARE = 0.5
+"""Of the prompt: from here on its cache is worth more than the prediction is exact."""
+_NEARLY_MOST = 0.9
+"""Endpoints that hold this much of what the best one holds are holders as well."""
+
+Weight = Annotated[float, Ge(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarginalCostSpec(PolicySpec):
+    """Weights of the terms; a weight of 0 leaves a term out. Seconds where the name says so."""
+
+    kind: Literal["marginal_cost"] = "marginal_cost"
+    stall_weight: Weight = 0.1
+    decode_weight: Weight = 0.6
+    eviction_weight: Weight = 3.0
+    eviction_fade_s: Annotated[float, Gt(0)] = 120.0
+    overflow_s: Weight = 10.0
+    affinity_band_s: Weight = 3.0
+
+    def build(self, name: str) -> MarginalCost:
+        """The policy."""
+        return MarginalCost(self, name)
+
+
+class MarginalCost:
+    """The policy. It keeps nothing: index and ledger are the pool's."""
+
+    def __init__(self, spec: MarginalCostSpec | None = None, name: str = "marginal_cost") -> None:
+        self.name = name
+        self._spec = spec or MarginalCostSpec()
+
+    def rank(self, view: View, length: int) -> Ranking:
+        """Cheapest first."""
+        parts = self.terms(view)
+        cost: Floats = parts["own"] + parts["stall"] + parts["decode"] + parts["eviction"] + parts["overflow"]
+        holder = _cheapest_holder(view, cost)
+        if holder is not None:
+            parts["band"] = np.zeros(len(cost))
+            parts["band"][holder] = -self._spec.affinity_band_s
+            cost += parts["band"]
+        return ranking(view, -cost, parts, max_score(-cost, length, view.rng))
+
+    def committed(self, decision: Decision) -> None:
+        """Nothing to remember."""
+
+    def terms(self, view: View) -> dict[str, Floats]:
+        """Each term in seconds, shape (n,)."""
+        spec, ledger, slots = self._spec, view.ledger, view.slots
+        profile = ledger.profile
+        prompt = view.request.input_tokens
+        answer = _answer_tokens(view)
+        uncached = np.maximum(prompt - view.matched_tokens, 0.0)
+        rate = ledger.rate(slots)
+        prefill_s = profile.work(prompt, uncached) / rate
+        running, held = view.in_flight, view.prompt_tokens_in_flight
+        return {
+            "own": ledger.backlog(slots, rate, view.now_s) / rate + prefill_s,
+            "stall": spec.stall_weight * running * prefill_s,
+            "decode": (spec.decode_weight * answer) * (profile.sequence_s * running + profile.kv_token_s * held),
+            "eviction": self._eviction(view, uncached, rate),
+            "overflow": self._overflow(view, prompt + answer, answer),
+        }
+
+    def _eviction(self, view: View, uncached: Floats, rate: Floats) -> Floats:
+        evicts = uncached > view.index.room_tokens(view.slots)
+        if not evicts.any():
+            return np.zeros(len(evicts))
+        age_s = view.now_s - view.index.oldest_at_s(view.slots)
+        fade = np.exp(-age_s / self._spec.eviction_fade_s)
+        lost: Floats = np.where(evicts, self._spec.eviction_weight * uncached / rate * fade, 0.0)
+        return lost
+
+    def _overflow(self, view: View, tokens: float, answer: float) -> Floats:
+        """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
+        capacity, running = view.kv_capacity, view.in_flight
+        most = view.ledger.profile.max_num_seqs
+        memory = (view.prompt_tokens_in_flight + 0.5 * answer * running + tokens - capacity) / capacity
+        places = (running + (1 - most)) / most
+        excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
+        return excess
+
+
+def _cheapest_holder(view: View, cost: Floats) -> int | None:
+    """Position of the cheapest endpoint among those that hold most of the prompt, if any holds enough."""
+    matched = view.matched_tokens
+    most = matched.max()
+    if most <= _HELD_SHARE * view.request.input_tokens:
+        return None
+    return int(np.where(matched >= _NEARLY_MOST * most, cost, np.inf).argmin())
+
+
+def _answer_tokens(view: View) -> float:
+    """The answer's expected length, as far as the request allows it."""
+    expected, allowed = view.ledger.expected_output_tokens, view.request.max_tokens
+    return expected if allowed is None else min(expected, float(allowed))

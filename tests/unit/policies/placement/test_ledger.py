@@ -1,0 +1,123 @@
+"""The ledger: backlog that fills and leaks, a rate that is learned, and nothing left over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.placement.ledger import Ledger
+from policies.placement.profiles import Profile
+from policies.types import Reservation
+
+_PROFILE = Profile(prefill_tokens_per_s=1_000.0, attention_per_token=0.0, request_tokens=0.0)
+
+
+def _slots(*slots: int) -> np.ndarray:
+    return np.array(slots, np.intp)
+
+
+def _placed(ledger: Ledger, slot: int, tokens: int, now_s: float, *, cached: int = 0) -> Reservation:
+    reservation = Reservation(slot, 1, tokens, tokens - cached)
+    ledger.committed(reservation, now_s)
+    return reservation
+
+
+def _backlog(ledger: Ledger, slot: int, now_s: float) -> float:
+    slots = _slots(slot)
+    return float(ledger.backlog(slots, ledger.rate(slots), now_s)[0])
+
+
+def test_a_placed_prompt_is_backlog_until_it_is_prefilled() -> None:
+    """2,000 tokens at 1,000 a second are gone after two seconds, whether or not anybody says so."""
+    ledger = Ledger(_PROFILE)
+    _placed(ledger, 3, 2_000, 10.0)
+    assert [_backlog(ledger, 3, at_s) for at_s in (10.0, 11.0, 12.0, 20.0)] == [2_000, 1_000, 0, 0]
+    assert _backlog(ledger, 0, 10.0) == 0
+
+
+def test_only_what_is_not_cached_is_work() -> None:
+    """Cached tokens are read, not computed."""
+    ledger = Ledger(_PROFILE)
+    _placed(ledger, 0, 2_000, 0.0, cached=1_500)
+    assert _backlog(ledger, 0, 0.0) == 500
+    assert ledger.waiting_tokens(_slots(0)).tolist() == [500]
+
+
+def test_a_first_token_ends_the_backlog_of_its_request() -> None:
+    """What was said to take two seconds and took one is not waited for."""
+    ledger = Ledger(_PROFILE)
+    first, second = _placed(ledger, 0, 2_000, 0.0), _placed(ledger, 0, 500, 0.0)
+    ledger.first_token(first, 1.0)
+    assert _backlog(ledger, 0, 1.0) == 500
+    ledger.first_token(second, 1.2)
+    assert _backlog(ledger, 0, 1.2) == 0
+
+
+def test_the_rate_is_learned_from_first_tokens() -> None:
+    """Twice as fast as the profile says, it is soon believed."""
+    ledger = Ledger(_PROFILE)
+    for turn in range(30):
+        ledger.first_token(_placed(ledger, 0, 2_000, float(turn)), turn + 1.0)
+    assert ledger.rate(_slots(0, 1)).tolist() == pytest.approx([2_000, 1_000], rel=0.1)
+
+
+@pytest.mark.parametrize("true_rate", [300.0, 1_000.0, 4_000.0])
+def test_the_rate_is_learned_from_answers_timed_afterwards(true_rate: float) -> None:
+    """Requests queue behind each other on an engine of another speed than the profile's."""
+    ledger = Ledger(_PROFILE)
+    free_at_s = 0.0
+    for turn in range(400):
+        now_s = turn * 800 / true_rate  # load about 0.6
+        reservation = _placed(ledger, 0, 500, now_s)
+        free_at_s = max(free_at_s, now_s) + 500 / true_rate
+        ledger.timed(reservation, free_at_s - now_s)
+        ledger.ended(reservation, free_at_s)
+    assert ledger.rate(_slots(0))[0] == pytest.approx(true_rate, rel=0.15)
+
+
+@pytest.mark.parametrize("ttft_s", [0.0, 1e-9, 1e9])
+def test_a_time_that_cannot_be_teaches_nothing(ttft_s: float) -> None:
+    """An answer from a cache in between, or a clock that jumped."""
+    ledger = Ledger(_PROFILE)
+    ledger.timed(_placed(ledger, 0, 2_000, 0.0), ttft_s)
+    assert ledger.rate(_slots(0)).tolist() == [1_000]
+
+
+def test_the_length_of_answers_is_the_profiles_until_it_is_known() -> None:
+    """Then the mean of the last thousand or so."""
+    ledger = Ledger(_PROFILE)
+    assert ledger.expected_output_tokens == 300
+    for _ in range(2_000):
+        ledger.answered(50)
+    assert ledger.expected_output_tokens == pytest.approx(50)
+
+
+def test_an_endpoint_that_starts_anew_is_learned_anew() -> None:
+    """The slot may belong to other hardware now."""
+    ledger = Ledger(_PROFILE)
+    ledger.first_token(_placed(ledger, 0, 20_000, 0.0), 2.0)
+    ledger.forget(0)
+    assert ledger.rate(_slots(0)).tolist() == [1_000]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50_000), st.booleans(), st.booleans()), max_size=60))
+def test_when_everything_has_ended_nothing_is_left(requests: list[tuple[int, int, bool, bool]]) -> None:
+    """Whatever the order, and whether or not first tokens were seen; the backlog never exceeds what is pending."""
+    ledger, open_requests, now_s = Ledger(), [], 0.0
+    for slot, tokens, seen, ends in requests:
+        now_s += 0.1
+        reservation = _placed(ledger, slot, tokens, now_s)
+        open_requests.append(reservation)
+        if seen:
+            ledger.first_token(reservation, now_s + 0.05)
+        if ends:
+            ledger.ended(open_requests.pop(len(open_requests) // 2), now_s + 0.07)
+        slots = np.arange(41)
+        assert (ledger.backlog(slots, ledger.rate(slots), now_s) <= ledger.pending_work[slots] + 1e-6).all()
+    for reservation in open_requests:
+        ledger.ended(reservation, now_s)
+        ledger.ended(reservation, now_s)
+    for column in (ledger.pending, ledger.pending_work, ledger.pending_tokens, ledger.bucket):
+        assert not column.any()
