@@ -97,8 +97,6 @@ class Listen(Model):
     def _http3_has_a_certificate(self) -> Self:
         if self.http3 is not None and self.http_tls is None:
             raise ValueError("http3 needs http_tls: there is no HTTP/3 without TLS")
-        if self.http3 is not None and self.http_tls is not None and self.http_tls.client_ca is not None:
-            raise ValueError("http3 and http_tls.client_ca exclude each other: Envoy asks for no certificate over QUIC")
         return self
 
     @model_validator(mode="after")

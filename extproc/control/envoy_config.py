@@ -24,7 +24,7 @@ from extproc.control.clusters import (
     pool_cluster,
     xds_source,
 )
-from extproc.control.listener import header_stripping, http_filters, http_settings, listener, listener_settings
+from extproc.control.listener import header_stripping, http_filters, http_settings, listener_settings, listeners
 from extproc.control.local_replies import local_replies
 from extproc.control.routes import virtual_host
 
@@ -46,7 +46,7 @@ def bootstrap(
         node=envoy.Node(id=node_id, cluster=node_cluster),
         admin=_admin(admin_socket) if admin_socket else None,
         static_resources=envoy.BootstrapStaticResources(
-            listeners=[listener(config)], clusters=[pointsman_cluster(config)]
+            listeners=listeners(config), clusters=[pointsman_cluster(config)]
         ),
         dynamic_resources=_dynamic_resources(),
     )

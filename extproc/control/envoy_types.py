@@ -60,15 +60,19 @@ with warnings.catch_warnings():
         HeaderValueOptionHeaderAppendAction,
         Http1ProtocolOptions,
         Http2ProtocolOptions,
+        Http3ProtocolOptions,
         HttpProtocolOptions,
         KeepaliveSettings,
         Node,
         Pipe,
+        QuicKeepAliveSettings,
         SocketAddress,
+        SocketAddressProtocol,
         SubstitutionFormatString,
         TransportSocket,
         TypedExtensionConfig,
     )
+    from envoy_data_plane.envoy.config.core.v3 import QuicProtocolOptions as ConnectionQuicOptions
     from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
     from envoy_data_plane.envoy.config.endpoint.v3 import (
         ClusterLoadAssignment,
@@ -80,6 +84,8 @@ with warnings.catch_warnings():
         Filter,
         FilterChain,
         Listener,
+        QuicProtocolOptions,
+        UdpListenerConfig,
     )
     from envoy_data_plane.envoy.config.route.v3 import (
         DirectResponseAction,
@@ -91,6 +97,7 @@ with warnings.catch_warnings():
         RouteAction,
         RouteConfiguration,
         RouteMatch,
+        RouteMatchGrpcRouteMatchOptions,
         VirtualHost,
     )
     from envoy_data_plane.envoy.data.accesslog.v3 import AccessLogType
@@ -103,6 +110,8 @@ with warnings.catch_warnings():
     )
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
         ExternalProcessor,
+        ExtProcOverrides,
+        ExtProcPerRoute,
         HeaderForwardingRules,
         MetadataOptions,
         MetadataOptionsMetadataNamespaces,
@@ -116,6 +125,7 @@ with warnings.catch_warnings():
     )
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
         HttpConnectionManager,
+        HttpConnectionManagerCodecType,
         HttpConnectionManagerPathWithEscapedSlashesAction,
         HttpConnectionManagerServerHeaderTransformation,
         HttpConnectionManagerUpgradeConfig,
@@ -138,6 +148,7 @@ with warnings.catch_warnings():
         SubsetLbSubsetSelector,
     )
     from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+    from envoy_data_plane.envoy.extensions.transport_sockets.quic.v3 import QuicDownstreamTransport
     from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
         CertificateValidationContext,
         CommonTlsContext,
@@ -182,6 +193,7 @@ __all__ = (
     "CommonGrpcAccessLogConfig",
     "CommonTlsContext",
     "ConfigSource",
+    "ConnectionQuicOptions",
     "CustomTag",
     "DataSource",
     "DirectResponseAction",
@@ -189,6 +201,8 @@ __all__ = (
     "EarlyHeaderMutation",
     "Endpoint",
     "ExpressionFilter",
+    "ExtProcOverrides",
+    "ExtProcPerRoute",
     "ExtensionFilter",
     "ExternalProcessor",
     "Filter",
@@ -205,7 +219,9 @@ __all__ = (
     "HeaderValueOptionHeaderAppendAction",
     "Http1ProtocolOptions",
     "Http2ProtocolOptions",
+    "Http3ProtocolOptions",
     "HttpConnectionManager",
+    "HttpConnectionManagerCodecType",
     "HttpConnectionManagerPathWithEscapedSlashesAction",
     "HttpConnectionManagerServerHeaderTransformation",
     "HttpConnectionManagerUpgradeConfig",
@@ -238,6 +254,9 @@ __all__ = (
     "ProcessingModeBodySendMode",
     "ProcessingModeHeaderSendMode",
     "ProtoAny",
+    "QuicDownstreamTransport",
+    "QuicKeepAliveSettings",
+    "QuicProtocolOptions",
     "ResponseMapper",
     "RetryPolicy",
     "RetryPolicyRetryBackOff",
@@ -247,9 +266,11 @@ __all__ = (
     "RouteAction",
     "RouteConfiguration",
     "RouteMatch",
+    "RouteMatchGrpcRouteMatchOptions",
     "Router",
     "RouterUpstreamAccessLogOptions",
     "SocketAddress",
+    "SocketAddressProtocol",
     "StringMatcher",
     "Struct",
     "Subset",
@@ -260,6 +281,7 @@ __all__ = (
     "TransportSocket",
     "TypedExtensionConfig",
     "TypedStruct",
+    "UdpListenerConfig",
     "UpstreamHttpProtocolOptions",
     "VirtualHost",
     "extension",

@@ -1,4 +1,4 @@
-"""The listener: the HTTP connection manager and its filters, in the order a request meets them.
+"""The listeners: the HTTP connection manager and its filters, in the order a request meets them.
 
 Not here: routes.py, local_replies.py, access_logs.py, which this puts together.
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from extproc.config.schema import Config
+from extproc.config.schema import Config, Tls
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log, upstream_log
 from extproc.control.clusters import (
@@ -61,27 +61,68 @@ _HOLD = timedelta(seconds=600)
 """Longer than any request waits for its decision: the deadline is ours to keep and to answer for."""
 
 
-def listener(config: Config) -> envoy.Listener:
-    """The public listener."""
-    manager = envoy.Filter(
-        name="envoy.filters.network.http_connection_manager",
-        typed_config=envoy.pack(http_connection_manager(config)),
-    )
+def listeners(config: Config) -> list[envoy.Listener]:
+    """The public listener, and with `listen.http3` another for the same over QUIC."""
+    return [_tcp_listener(config)] if config.listen.http3 is None else [_tcp_listener(config), _quic_listener(config)]
+
+
+def _tcp_listener(config: Config) -> envoy.Listener:
     public = listener_settings(config)
     public.name = "pointsman"
     # else a second Envoy on the same port starts without a word, and the kernel deals it half of the connections
     public.enable_reuse_port = False
     public.address = socket_address(config.listen.http)
-    public.filter_chains = [envoy.FilterChain(filters=[manager], transport_socket=_downstream_tls(config))]
+    socket = None if config.listen.http_tls is None else _tls_socket(config.listen.http_tls)
+    public.filter_chains = [_filter_chain(http_connection_manager(config), socket)]
     return public
 
 
-def _downstream_tls(config: Config) -> envoy.TransportSocket | None:
-    tls = config.listen.http_tls
-    if tls is None:
-        return None
+def _quic_listener(config: Config) -> envoy.Listener:
+    """The same over QUIC. Of several Envoys on one port the kernel deals each a part: UDP leaves no choice."""
+    manager = http_connection_manager(config)
+    manager.codec_type = envoy.HttpConnectionManagerCodecType.HTTP3
+    manager.http3_protocol_options = envoy.Http3ProtocolOptions(quic_protocol_options=_quic_options())
+    public = listener_settings(config)
+    public.name = "pointsman_http3"
+    public.address = socket_address(config.listen.http3 or "")
+    if public.address.socket_address is not None:
+        public.address.socket_address.protocol = envoy.SocketAddressProtocol.UDP
+    public.udp_listener_config = envoy.UdpListenerConfig(quic_options=envoy.QuicProtocolOptions())
+    public.filter_chains = [_filter_chain(manager, _quic_socket(config))]
+    return public
+
+
+def _quic_options() -> envoy.ConnectionQuicOptions:
+    # an engine may be silent for minutes before its first token: our pings keep the connection, not the 300 s default
+    pings = envoy.QuicKeepAliveSettings(initial_interval=timedelta(seconds=10), max_interval=timedelta(seconds=60))
+    return envoy.ConnectionQuicOptions(max_concurrent_streams=1024, connection_keepalive=pings)
+
+
+def _filter_chain(manager: envoy.HttpConnectionManager, socket: envoy.TransportSocket | None) -> envoy.FilterChain:
+    name = "envoy.filters.network.http_connection_manager"
+    return envoy.FilterChain(
+        filters=[envoy.Filter(name=name, typed_config=envoy.pack(manager))], transport_socket=socket
+    )
+
+
+def _tls_socket(tls: Tls) -> envoy.TransportSocket:
+    context = _tls_context(tls, ["h2", "http/1.1"])
+    return envoy.TransportSocket(name="envoy.transport_sockets.tls", typed_config=envoy.pack(context))
+
+
+def _quic_socket(config: Config) -> envoy.TransportSocket:
+    if config.listen.http_tls is None:
+        raise AssertionError("the config refuses http3 without http_tls")
+    # no early data: a replayed request would be paid for twice
+    transport = envoy.QuicDownstreamTransport(
+        downstream_tls_context=_tls_context(config.listen.http_tls, ["h3"]), enable_early_data=False
+    )
+    return envoy.TransportSocket(name="envoy.transport_sockets.quic", typed_config=envoy.pack(transport))
+
+
+def _tls_context(tls: Tls, protocols: list[str]) -> envoy.DownstreamTlsContext:
     common = envoy.CommonTlsContext(
-        alpn_protocols=["h2", "http/1.1"],
+        alpn_protocols=protocols,
         tls_certificates=[
             envoy.TlsCertificate(
                 certificate_chain=envoy.DataSource(filename=str(tls.certificate)),
@@ -93,10 +134,7 @@ def _downstream_tls(config: Config) -> envoy.TransportSocket | None:
         common.validation_context = envoy.CertificateValidationContext(
             trusted_ca=envoy.DataSource(filename=str(tls.client_ca))
         )
-    context = envoy.DownstreamTlsContext(
-        common_tls_context=common, require_client_certificate=tls.client_ca is not None
-    )
-    return envoy.TransportSocket(name="envoy.transport_sockets.tls", typed_config=envoy.pack(context))
+    return envoy.DownstreamTlsContext(common_tls_context=common, require_client_certificate=tls.client_ca is not None)
 
 
 def listener_settings(config: Config) -> envoy.Listener:

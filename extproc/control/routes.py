@@ -37,7 +37,9 @@ _UNDECIDED = error_fields("server_error", "router_unavailable", "No routing deci
 
 def route_configuration(config: Config) -> envoy.RouteConfiguration:
     """Our routes under one virtual host for every authority."""
-    return envoy.RouteConfiguration(name="pointsman", virtual_hosts=[virtual_host(config)])
+    return envoy.RouteConfiguration(
+        name="pointsman", virtual_hosts=[virtual_host(config)], response_headers_to_add=_http3_offer(config)
+    )
 
 
 def virtual_host(config: Config) -> envoy.VirtualHost:
@@ -50,6 +52,14 @@ def virtual_host(config: Config) -> envoy.VirtualHost:
         include_request_attempt_count=True,
         response_headers_to_add=[set_header(*_RESPONSE_HEADERS[name]) for name in config.wire.response_headers],
     )
+
+
+def _http3_offer(config: Config) -> list[envoy.HeaderValueOption]:
+    """Tells clients, who always come by TCP first, that they may come by QUIC the next day long."""
+    if config.listen.http3 is None:
+        return []
+    port = config.listen.http3.rpartition(":")[2]
+    return [set_header("alt-svc", f'h3=":{port}"; ma=86400')]
 
 
 def _decided_route(config: Config) -> envoy.Route:

@@ -122,6 +122,25 @@ def test_bootstrap_loads(name: str, folder: Path) -> None:
     assert "deprecated" not in log.lower()
 
 
+def test_a_listener_for_http3_loads(folder: Path) -> None:
+    """Beside the TCP listener, at the same port, with the same filters; without `http3` there is none."""
+    pem = {"certificate": str(folder / "c.pem"), "key": str(folder / "k.pem")}
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=x", "-keyout", pem["key"], "-out", pem["certificate"]]
+    subprocess.run(command, check=True, capture_output=True)
+    listen = {"http": "127.0.0.1:8443", "http_tls": pem}
+    alone = plain(bootstrap(Config.model_validate({"pools": [POOL], "listen": listen})))
+    both = plain(bootstrap(Config.model_validate({"pools": [POOL], "listen": {**listen, "http3": "127.0.0.1:8443"}})))
+    assert "deprecated" not in validate(both, folder).lower()
+    (tcp,) = alone["static_resources"]["listeners"]
+    assert "alt-svc" not in json.dumps(alone)
+    managers = [one["filter_chains"][0]["filters"][0] for one in both["static_resources"]["listeners"]]
+    filters_of = [manager["typed_config"]["http_filters"] for manager in managers]
+    stripping = [manager["typed_config"]["early_header_mutation_extensions"] for manager in managers]
+    assert filters_of[0] == filters_of[1] == tcp["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    assert stripping[0] == stripping[1]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_filters_load_in_a_foreign_envoy(name: str, folder: Path) -> None:
     """Envoy loads the generated sections when they are put where the README says."""
