@@ -76,8 +76,8 @@ _PHASES = {
 class Received:
     """One message from a gateway; what its phase does not carry is empty.
 
-    With REQUEST_HEADERS: `subset`, the addresses the endpoint must be one of; `wants_response`, the caller would send
-    us the response's body too. With response phases: `served`, who answered.
+    With the first message of a stream, whatever its phase: `body_mode` and `response_mode`. With REQUEST_HEADERS:
+    `subset`, the addresses the endpoint must be one of. With RESPONSE_HEADERS: `served`, who answered.
     """
 
     phase: Phase
@@ -85,13 +85,25 @@ class Received:
     body: bytes = b""
     end_of_stream: bool = False
     body_mode: BodyMode = BodyMode.UNSTATED
+    response_mode: BodyMode = BodyMode.UNSTATED
     subset: tuple[str, ...] | None = None
     served: str | None = None
-    wants_response: bool = False
+
+    @property
+    def wants_response(self) -> bool:
+        """The caller would send us the response's body too."""
+        return self.response_mode not in _NO_BODY
+
+
+_NO_BODY = (BodyMode.NONE, BodyMode.UNSTATED)
 
 
 class Malformed(Exception):
-    """The bytes are not a message of the protocol."""
+    """The bytes are no message of the protocol, or not one whose turn it is."""
+
+
+class UnknownKind(Malformed):
+    """A message of a kind that we do not know, from a version later than ours."""
 
 
 _parse = ext_proc.ProcessingRequest.FromString
@@ -102,29 +114,24 @@ def read(raw: bytes) -> Received:
     try:
         message = _parse(raw)
     except Exception as error:  # upb's DecodeError has no public name of its own
-        raise Malformed(str(error)) from error
+        raise Malformed(f"not a ProcessingRequest: {error}") from error
     phase = _PHASES.get(message.WhichOneof("request") or "", Phase.UNKNOWN)
+    received = Received(phase)
+    if message.HasField("protocol_config"):
+        modes = message.protocol_config
+        received.body_mode = _BODY_MODES.get(modes.request_body_mode, BodyMode.UNKNOWN)
+        received.response_mode = _BODY_MODES.get(modes.response_body_mode, BodyMode.UNKNOWN)
     if phase is Phase.REQUEST_HEADERS:
         sent = message.request_headers
-        headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
-        wants_response = message.protocol_config.response_body_mode != BodyMode.NONE
-        mode, subset = _body_mode(message), _subset(message)
-        return Received(phase, headers, b"", sent.end_of_stream, mode, subset, wants_response=wants_response)
-    if phase is Phase.REQUEST_BODY:
-        part = message.request_body
-        return Received(phase, body=part.body, end_of_stream=part.end_of_stream)
-    if phase is Phase.RESPONSE_HEADERS:
-        return Received(phase, served=_served(message))
-    if phase is Phase.RESPONSE_BODY:
-        part = message.response_body
-        return Received(phase, body=part.body, end_of_stream=part.end_of_stream)
-    return Received(phase)
-
-
-def _body_mode(message: ext_proc.ProcessingRequest) -> BodyMode:
-    if not message.HasField("protocol_config"):
-        return BodyMode.UNSTATED
-    return _BODY_MODES.get(message.protocol_config.request_body_mode, BodyMode.UNKNOWN)
+        received.headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
+        received.end_of_stream = sent.end_of_stream
+        received.subset = _subset(message)
+    elif phase is Phase.RESPONSE_HEADERS:
+        received.served = _served(message)
+    elif phase is Phase.REQUEST_BODY or phase is Phase.RESPONSE_BODY:
+        part = message.request_body if phase is Phase.REQUEST_BODY else message.response_body
+        received.body, received.end_of_stream = part.body, part.end_of_stream
+    return received
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:

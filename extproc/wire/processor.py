@@ -28,6 +28,7 @@ from extproc.wire.messages import (
     Malformed,
     Phase,
     Received,
+    UnknownKind,
     accept,
     echo_response,
     read,
@@ -100,12 +101,12 @@ class Exchange:
     __slots__ = (
         "_body",
         "_decider",
+        "_echoes",
         "_end_of_stream",
         "_events",
         "_flight",
         "_headers",
         "_one_address",
-        "_size",
         "_trailers",
         "manner",
         "turn",
@@ -116,8 +117,8 @@ class Exchange:
         self._decider = decider
         self._events = events
         self._headers: Mapping[str, str] = {}
-        self._body: list[bytes] = []
-        self._size = 0
+        self._body: bytes | bytearray = b""
+        self._echoes = False
         self._end_of_stream = False
         self._one_address = True
         self._trailers = False
@@ -130,6 +131,8 @@ class Exchange:
         self._events.message(message.phase)
         if self.turn is Turn.ANSWERED:
             return []
+        if message.response_mode is not BodyMode.UNSTATED:
+            self._echoes = message.response_mode is BodyMode.FULL_DUPLEX_STREAMED
         if message.phase is Phase.REQUEST_BODY:
             return self._on_body(message)
         if message.phase is Phase.REQUEST_HEADERS:
@@ -167,50 +170,61 @@ class Exchange:
     def _on_body(self, message: Received) -> Sending:
         if self.turn is not Turn.BODY:
             raise Malformed("a request body came before the headers or after the decision")
-        self._body.append(message.body)
-        self._size += len(message.body)
+        self._collect(message.body)
         self._end_of_stream = message.end_of_stream
         # A body beyond the limit is decided at once, which refuses it: nothing may make us hold more.
         whole = message.end_of_stream or self.manner is Manner.BUFFERED
-        if whole or self._size > self._decider.largest_body_bytes:
+        if whole or len(self._body) > self._decider.largest_body_bytes:
             return self._decide(Phase.REQUEST_BODY)
         return []
 
+    def _collect(self, piece: bytes) -> None:
+        """One buffer, not a list of pieces: a body of a byte each would take many times its size in objects."""
+        if not self._body:
+            self._body = piece
+            return
+        if isinstance(self._body, bytes):
+            self._body = bytearray(self._body)
+        self._body += piece
+
     def _on_trailers(self) -> Sending:
         """Trailers end the body of a caller that streams; the body's last piece did not say so."""
-        if self.turn is not Turn.BODY or self.manner is Manner.BUFFERED:
+        if self.turn is Turn.HEADERS:
+            raise Malformed("request trailers came before the headers")
+        if self.turn is not Turn.BODY:
             return [CONTINUE[Phase.REQUEST_TRAILERS]]
+        if self.manner is Manner.BUFFERED:
+            # the answer to trailers cannot carry a route, and a gateway must not choose behind our back
+            return self._refuse(Refusal(400, "invalid_request_error", "the request has no body", Reason.EMPTY_BODY))
         self._trailers = True
         return self._decide(Phase.REQUEST_BODY)
 
     def _refuse_mode(self, mode: BodyMode) -> list[bytes]:
-        refusal = Refusal(
-            501,
-            "server_error",
-            f"request bodies in mode {mode.name} cannot be routed; configure request_body_mode: BUFFERED",
-            Reason.UNSUPPORTED_BODY_MODE,
-        )
+        message = f"request bodies in mode {mode.name} cannot be routed; configure request_body_mode: BUFFERED"
+        return self._refuse(Refusal(501, "server_error", message, Reason.UNSUPPORTED_BODY_MODE))
+
+    def _refuse(self, refusal: Refusal) -> list[bytes]:
+        """Refuse what is wrong with the conversation, not with the request."""
         self._events.refused_with(refusal.reason, refusal.status)
         return self._answer(refuse(refusal), Phase.REQUEST_HEADERS, b"")
 
     # -- the decision
 
     def _decide(self, phase: Phase) -> Sending:
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = body = bytes(self._body)  # the very same object if it came in one piece
         reply = self._decider.decide(self._flight, self._headers, body)
         if isinstance(reply, Pending):
-            self._body = [body]
             return reply
         return self._answer(reply, phase, body)
 
     def resolve(self, reply: Reply) -> list[bytes]:
         """Encode the reply a Pending came to."""
-        phase = Phase.REQUEST_BODY if self._body[0] else Phase.REQUEST_HEADERS
-        return self._answer(reply, phase, self._body[0])
+        body = bytes(self._body)
+        return self._answer(reply, Phase.REQUEST_BODY if body else Phase.REQUEST_HEADERS, body)
 
     def _answer(self, reply: Reply, phase: Phase, body: bytes) -> list[bytes]:
         """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
-        self._headers, self._body = {}, []
+        self._headers, self._body = {}, b""
         if isinstance(reply, Answer):
             self.turn = Turn.ANSWERED
             return [render(reply, phase, body, self._flight.request_id)]
@@ -231,12 +245,14 @@ class Exchange:
     # -- the response, where the caller shows it: passed back untouched
 
     def _on_response(self, message: Received) -> list[bytes]:
+        """In any turn: a gateway may answer by itself, before we were asked or while the body is still to come."""
+        if message.phase is Phase.UNKNOWN:
+            raise UnknownKind("a message of a kind that is not known here")
         if message.served is not None:
             self._flight.served(message.served)
-        if message.phase is Phase.RESPONSE_BODY and self.manner is Manner.STREAMED:
+        if message.phase is Phase.RESPONSE_BODY and self._echoes:
             return [echo_response(message.body, end_of_stream=message.end_of_stream)]
-        reply = CONTINUE.get(message.phase)
-        return [] if reply is None else [reply]
+        return [CONTINUE[message.phase]]
 
 
 def _manner(message: Received) -> Manner | None:
@@ -269,7 +285,7 @@ class Processor:
         except Malformed as error:
             self._events.malformed("ext_proc")
             log.warning("malformed ext_proc message", error=str(error))
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
+            await context.abort(_status_of(error), str(error))
         except asyncio.CancelledError:
             # How Envoy usually ends a stream: half-close and reset race each other. Not an error.
             pass
@@ -287,3 +303,7 @@ class Processor:
                 sending = exchange.resolve(await sending.ready)
             while sending:
                 await context.write(sending.pop(0))
+
+
+def _status_of(error: Malformed) -> grpc.StatusCode:
+    return grpc.StatusCode.UNIMPLEMENTED if isinstance(error, UnknownKind) else grpc.StatusCode.INVALID_ARGUMENT

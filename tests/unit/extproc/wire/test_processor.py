@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 
 import grpc
@@ -14,7 +13,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from extproc.flight import Completion, Flight, Flights
 from extproc.reply import Answer, Pending, Reply, Route
 from extproc.request.splice import Splice
-from extproc.wire.messages import Malformed, Phase
+from extproc.wire.messages import Malformed, Phase, UnknownKind
 from extproc.wire.processor import Exchange, Processor
 from policies.fleet_state import FleetState
 
@@ -198,27 +197,6 @@ def test_a_caller_that_states_no_mode_is_served(stream: Stream) -> None:
     assert stream.send(headers_of(mode=None)).WhichOneof("response") == "request_headers"
 
 
-@pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED_PARTIAL"])
-def test_a_mode_that_is_not_served_is_refused_in_words(stream: Stream, mode: str) -> None:
-    """Not with a hang or half a body: the message names the mode and the setting that mends it."""
-    reply = stream.send(headers_of(mode=getattr(MODE, mode)))
-    immediate = reply.immediate_response
-    error = json.loads(immediate.body)["error"]
-    assert immediate.status.code == 501
-    assert mode in error["message"]
-    assert "request_body_mode: BUFFERED" in error["message"]
-    assert stream.events.refusals == [("unsupported_body_mode", 501)]
-    assert stream.decider.asked == []
-
-
-@pytest.mark.parametrize("mode", [5, 77])
-def test_a_mode_of_a_later_version_is_refused_in_words(stream: Stream, mode: int) -> None:
-    """GRPC is one; its name is not known to us, the mend is."""
-    immediate = stream.send(headers_of(mode=mode)).immediate_response
-    assert immediate.status.code == 501
-    assert "request_body_mode: BUFFERED" in json.loads(immediate.body)["error"]["message"]
-
-
 def test_what_headers_alone_condemn_is_refused_before_the_body(stream: Stream) -> None:
     """The client is spared sending it; what comes all the same is not decided."""
     stream.decider.early = Answer(413, b"{}", reason="body_too_large")
@@ -262,9 +240,10 @@ def test_every_other_message_is_let_through(stream: Stream, field: str) -> None:
     assert len(stream.decider.asked) == 1
 
 
-def test_a_message_of_a_later_version_is_not_answered(stream: Stream) -> None:
-    """We cannot know its kind, and a wrong answer would end the stream."""
-    assert stream.exchange.receive(b"") == []
+def test_a_message_of_a_later_version_ends_the_stream(stream: Stream) -> None:
+    """We cannot know its answer, and silence would hang the request."""
+    with pytest.raises(UnknownKind):
+        stream.exchange.receive(b"")
 
 
 def test_garbage_is_malformed(stream: Stream) -> None:
