@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import build_policy, profile_of
-from extproc.config.schema import KINDS, Config, Pool, Tls
+from extproc.config.schema import Config, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -61,6 +62,7 @@ def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic'
 
 
 _UNION_MEMBERS = {"str", "Profile", *KINDS}
+_UNIONS = ("tagged-union[", "function-before[")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -69,7 +71,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in _UNION_MEMBERS and not part.startswith("tagged-union["):
+        elif part not in _UNION_MEMBERS and not part.startswith(_UNIONS):
             path += f".{part}" if path else part
     return path or "top level"
 

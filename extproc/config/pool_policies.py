@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from extproc.config.schema import Policy, Pool
+from extproc.config.policy_kinds import Policy
+from extproc.config.schema import Pool
 from extproc.config.yaml_text import parse_yaml
 from policies.placement.filters import FILTERS
 from policies.placement.policy import Policy as BuiltPolicy

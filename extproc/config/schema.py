@@ -9,23 +9,19 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     StringConstraints,
-    Tag,
     field_validator,
     model_validator,
 )
 
-from policies.placement.marginal_cost import MarginalCostSpec
+from extproc.config.policy_kinds import Policy
 from policies.placement.profiles import Profile
-from policies.placement.rotation import ConsistentHashSpec, RoundRobinSpec
-from policies.placement.weighted import WeightedSpec
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
 
@@ -127,26 +123,6 @@ class Endpoints(Model):
         if (self.static is None) == (self.file is None):
             raise ValueError("give exactly one of: static, file")
         return self
-
-
-KINDS = ("marginal_cost", "weighted", "round_robin", "consistent_hash")
-"""The policies a section can spell out."""
-
-
-def _kind(policy: Any) -> str | None:  # noqa: ANN401 - what a file holds, or a policy made from it
-    """Which of the policies a section spells out; weighted scorers where it does not say."""
-    kind = policy.get("kind", "weighted") if isinstance(policy, dict) else getattr(policy, "kind", None)
-    return kind if isinstance(kind, str) else None
-
-
-Policy = Annotated[
-    Annotated[MarginalCostSpec, Tag("marginal_cost")]
-    | Annotated[WeightedSpec, Tag("weighted")]
-    | Annotated[RoundRobinSpec, Tag("round_robin")]
-    | Annotated[ConsistentHashSpec, Tag("consistent_hash")],
-    Discriminator(_kind),
-]
-"""How a pool picks an endpoint. A preset name in the pool's `policy` stands for one of these."""
 
 
 class Pool(Model):

@@ -2,16 +2,17 @@
 
 A policy ranks; it reads and never writes. What it must remember (whose turn it is) changes in `committed`, so the same
 `rank` serves live decisions, explanations and replays. The policies themselves: weighted.py, rotation.py,
-marginal_cost.py.
+marginal_cost.py, peers.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
 
 from annotated_types import Gt
 
+from policies.placement.pickers import max_score
 from policies.placement.view import View
 from policies.types import Decision, Floats, Ranking
 
@@ -52,3 +53,36 @@ def ranking(view: View, scores: Floats, parts: dict[str, Floats], positions: lis
     """`positions` into the view's candidates, best first, as slots."""
     order = [int(view.slots[position]) for position in positions]
     return Ranking(order=order, candidates=view.slots, scores=scores, parts=parts)
+
+
+Scored: TypeAlias = tuple[Floats, dict[str, Floats]]
+"""What a formula makes of the candidates: one score each, the highest wins, and the parts for the explanation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaSpec(PolicySpec):
+    """A policy that is one formula over the candidates and remembers nothing. Ties are broken by chance."""
+
+    def scored(self, view: View) -> Scored:
+        """Scores and parts, each of shape (n,) and finite. Reads only; the view has at least one candidate."""
+        raise NotImplementedError
+
+    def build(self, name: str) -> Formula:
+        """The policy."""
+        return Formula(self, name)
+
+
+class Formula:
+    """A FormulaSpec as a policy."""
+
+    def __init__(self, spec: FormulaSpec, name: str) -> None:
+        self.name = name
+        self._spec = spec
+
+    def rank(self, view: View, length: int) -> Ranking:
+        """Highest score first."""
+        scores, parts = self._spec.scored(view)
+        return ranking(view, scores, parts, max_score(scores, length, view.rng))
+
+    def committed(self, decision: Decision) -> None:
+        """Nothing to remember."""

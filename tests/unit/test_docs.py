@@ -64,10 +64,11 @@ def _kind(section: Any) -> str:
 
 
 def _own_fields(section: Any) -> set[str]:
-    """What only one kind of policy has; all kinds stand in one place of the file."""
+    """What only one kind of policy has, or has otherwise; all kinds stand in one place of the file."""
     if not issubclass(section, PolicySpec):
         return set()
-    return {field.name for field in fields(section)} - {field.name for field in fields(PolicySpec)} - {"kind"}
+    common = {field.name: field.default for field in fields(PolicySpec)} | {"kind": _kind(section)}
+    return {field.name for field in fields(section) if common.get(field.name, MISSING) != field.default}
 
 
 def _members_of_model(section: type[BaseModel]) -> Iterator[tuple[str, Any, Any]]:

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from extproc.cli import cli
 from extproc.config.loading import ConfigError, load, parse
+from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import policy_of, presets
-from extproc.config.schema import KINDS, Config, check_address
+from extproc.config.schema import Config, check_address
 from policies.placement.rotation import ConsistentHashSpec
 from policies.placement.weighted import WeightedSpec
 
