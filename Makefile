@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test fuzz lint format examples clean
+.PHONY: help setup demo test wire fuzz lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -28,6 +28,9 @@ test: $(READY) ## every test, with the coverage gate
 	$(BIN)/coverage run -m pytest $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+wire: $(READY) ## what gateways can rely on, over every transport
+	$(BIN)/pytest -q tests/conformance
 
 fuzz: $(READY) ## 50,000 generated requests through the whole path
 	FUZZ_EXAMPLES=50000 $(BIN)/pytest -q --timeout 3000 tests/unit/extproc/test_fuzz.py
