@@ -26,7 +26,9 @@ from extproc.config.generations import Generation
 from extproc.config.loading import ConfigError, load
 from extproc.config.schema import Config
 from extproc.control.snapshots import Publisher, clusters_of
-from extproc.fleet.discovery import Discovery, follow_file
+from extproc.fleet.discovery.endpoints import Discovered
+from extproc.fleet.discovery.files import follow_file
+from extproc.fleet.discovery.sources import Discovery
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.watchers import Watchers
 from extproc.flight import Flights
@@ -160,6 +162,7 @@ class App:
         """Make a generation the one in force."""
         clusters = clusters_of(generation.config)  # first, since it alone may fail: then nothing has changed yet
         self.fleet.configure(generation)
+        gone = {pool.name for pool in self.generation.config.pools} - {pool.name for pool in generation.config.pools}
         self.generation = self.pipeline.generation = generation
         config = generation.config
         self._state.stale_after_s = _stale_after_s(config)
@@ -169,6 +172,8 @@ class App:
         self._watchers.configure(config)
         self._publisher.configure(config, clusters)
         self._discovery.configure(config.pools)
+        for name in gone:  # after discovery has ended too: it counts by pool
+            self.metrics.pool_gone(name)
         self._watchers.watch(self.fleet.addresses())
         self._keep(config)
 
@@ -180,8 +185,8 @@ class App:
         except OSError as error:
             log.warning("cannot keep the config, a crash would go back to an older one", error=str(error))
 
-    def _discovered(self, pool: str, addresses: list[str]) -> None:
-        self.fleet.set_endpoints(pool, addresses)
+    def _discovered(self, pool: str, endpoints: list[Discovered]) -> None:
+        self.fleet.set_endpoints(pool, endpoints)
         self._watchers.watch(self.fleet.addresses())
 
     def _on_config(self, _text: str | None) -> None:

@@ -23,6 +23,7 @@ import structlog
 from extproc.config.generations import Generation
 from extproc.config.pool_policies import build_policy, policy_of, profile_of
 from extproc.config.schema import Pool
+from extproc.fleet.discovery.endpoints import Discovered, as_discovered
 from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
 from policies.placement.ledger import Ledger
@@ -39,6 +40,8 @@ _TTFT_WEIGHT = 0.1
 """Weight of the newest first byte in an endpoint's TTFT EWMA: the last ten or so requests count."""
 _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
+
+_OPERATOR = "operator"
 
 
 class FleetEvents(Protocol):
@@ -60,7 +63,7 @@ class FleetEvents(Protocol):
 class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
-    __slots__ = ("address", "capacity_tokens", "known_in", "leaving", "lifecycle", "pools", "run", "slot")
+    __slots__ = ("address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "run", "slot")
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
         self.address = address
@@ -69,6 +72,7 @@ class _Member:
         self.pools: set[str] = set()
         self.known_in: set[str] = set()  # pools in whose cluster every Envoy has it
         self.leaving: dict[str, float] = {}  # pool -> when it stops being published
+        self.drained_by: set[str] = set()  # the operator, and pools whose sources say that it is shutting down
         self.capacity_tokens: int | None = None  # as the engine reports it
         self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
@@ -148,19 +152,38 @@ class Fleet:
             self.placements[pool.name] = fresh
         self._pools[pool.name] = pool
 
-    def set_endpoints(self, pool: str, addresses: Iterable[str]) -> None:
+    def set_endpoints(self, pool: str, endpoints: Iterable[Discovered | str]) -> None:
         """What discovery lists for `pool` now. New ones start unprobed; missing ones are picked no more at once."""
-        wanted = set(addresses)
+        listed = as_discovered(endpoints)
+        wanted = set(listed)
         current = {m.address for m in self._members.values() if pool in m.pools}
         for address in sorted(wanted - current):
             self._join(pool, address)
         for address in sorted(current - wanted):
             self._leave(pool, address)
+        for endpoint in listed.values():
+            self._heed_shutdown(pool, endpoint)
         self._synced.add(pool)
         self._refresh_members(pool)
         if wanted != current:
             log.info("endpoints changed", pool=pool, added=len(wanted - current), removed=len(current - wanted))
         self.on_assignments()
+
+    def _heed_shutdown(self, pool: str, endpoint: Discovered) -> None:
+        """One that a source says is shutting down drains, for all pools: it is one process."""
+        member = self._members.get(endpoint.address)  # None: refused, beyond the bound
+        if member is not None:
+            self._hold(member, f"pool {pool}", drain=endpoint.terminating)
+
+    def _hold(self, member: _Member, who: str, *, drain: bool) -> None:
+        """Note that `who` wants it drained, or no more. It serves again when nobody does."""
+        if drain:
+            member.drained_by.add(who)
+            self._observe(member, Evidence.DRAIN)
+        elif who in member.drained_by:
+            member.drained_by.discard(who)
+            if not member.drained_by:
+                self._observe(member, Evidence.UNDRAIN)
 
     def _join(self, pool: str, address: str) -> None:
         member = self._members.get(address)
@@ -187,7 +210,10 @@ class Fleet:
         member.leaving[pool] = self._clock() + REMOVAL_GRACE_S
         self._apply_capacity(member)
         if not member.pools:
+            member.drained_by.clear()
             self._observe(member, Evidence.REMOVED)
+        else:
+            self._hold(member, f"pool {pool}", drain=False)
 
     def _refresh_members(self, pool: str) -> None:
         # What is routable for another pool's sake is not for this one's. What is not routable at all stays: a refusal
@@ -259,6 +285,9 @@ class Fleet:
         """Something was seen of an endpoint; unknown addresses are ignored."""
         member = self._members.get(address)
         if member is None:
+            return
+        if evidence in (Evidence.DRAIN, Evidence.UNDRAIN):
+            self._hold(member, _OPERATOR, drain=evidence is Evidence.DRAIN)
             return
         if evidence in (Evidence.SERVED, Evidence.FAILED):
             ewma = self.state.error_ewma
@@ -355,6 +384,7 @@ class Fleet:
             **figures,
             "state": member.lifecycle.state.name.lower(),
             "state_reason": member.lifecycle.reason,
+            "drained_by": sorted(member.drained_by),
             "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
             "indexed_tokens": {p: self.placements[p].index.held_tokens(member.slot) for p in sorted(member.pools)},

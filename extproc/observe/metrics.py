@@ -26,8 +26,8 @@ _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 40, 80
 _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
-_Family = TypeVar("_Family", Counter, Histogram)
-_Child = tuple[Counter | Histogram, tuple[str, ...]]
+_Family = TypeVar("_Family", Counter, Gauge, Histogram)
+_Child = tuple[Counter | Gauge | Histogram, tuple[str, ...]]
 """What names a series: its family and the values of its labels."""
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # else a second series stands beside every counter
@@ -38,8 +38,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._label_names: dict[Counter | Histogram, tuple[str, ...]] = {}
-        self._children: dict[_Child, Counter | Histogram] = {}
+        self._label_names: dict[Counter | Gauge | Histogram, tuple[str, ...]] = {}
+        self._children: dict[_Child, Counter | Gauge | Histogram] = {}
         self._children_of: dict[tuple[str, str], set[_Child]] = {}  # by ("pool", name) and ("endpoint", address)
         self._requests()
         self._wire()
@@ -83,14 +83,19 @@ class Metrics:
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
+        self._discovery_failures = self._counter("discovery_failures", "Failed reads by reason", "pool", "reason")
+        self._discovery_endpoints = self._gauge("discovery_endpoints", "Endpoints of the list in use", "pool")
+        self._discovery_stale = self._gauge("discovery_stale", "1 while the source cannot be read", "pool")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         family = Counter(f"pointsman_{name}", text, labels, registry=self.registry)
         self._label_names[family] = labels
         return family
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"pointsman_{name}", text, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        family = Gauge(f"pointsman_{name}", text, labels, registry=self.registry)
+        self._label_names[family] = labels
+        return family
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         family = Histogram(f"pointsman_{name}", text, labels, buckets=tuple(buckets), registry=self.registry)
@@ -253,6 +258,15 @@ class Metrics:
     def discovered(self, pool: str, *, ok: bool) -> None:
         """A discovery source was read."""
         self._child(self._discoveries, pool, _result(ok=ok)).inc()
+
+    def discovery_failed(self, pool: str, reason: str) -> None:
+        """A discovery source could not be read."""
+        self._child(self._discovery_failures, pool, reason).inc()
+
+    def discovery_state(self, pool: str, *, endpoints: int, stale: bool) -> None:
+        """What list of endpoints a pool uses."""
+        self._child(self._discovery_endpoints, pool).set(endpoints)
+        self._child(self._discovery_stale, pool).set(float(stale))
 
 
 def _result(*, ok: bool) -> str:

@@ -1,86 +1,28 @@
-"""Discovery: lists of endpoints from text, and files that are followed through every way of replacing them."""
+"""Files that are followed through every way of replacing them."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import watchfiles
 
-from extproc.config.loading import parse
-from extproc.config.schema import Pool
-from extproc.fleet import discovery
-from extproc.fleet.discovery import BadEndpoints, Discovery, follow_file, follow_parsed, parse_endpoints
+from extproc.fleet.discovery import files
+from extproc.fleet.discovery.files import follow_file, follow_parsed
 
 HANG_S = 60
-
-
-# -- text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "- 10.0.0.1:80\n- '[::1]:81'\n",
-        '["10.0.0.1:80", "[::1]:81"]',
-        '{"endpoints": ["10.0.0.1:80", "[::1]:81"], "comment": "ours"}',
-        "endpoints:\n  - 10.0.0.1:80\n  - '[::1]:81'\n",
-    ],
-    ids=["yaml", "json", "json mapping", "yaml mapping"],
-)
-def test_a_list_is_read_from_yaml_and_json(text: str) -> None:
-    """Bare, or under `endpoints` beside whatever else a file may hold."""
-    assert parse_endpoints(text) == ["10.0.0.1:80", "[::1]:81"]
-
-
-def test_an_address_listed_twice_counts_once() -> None:
-    """Its first place is kept: a file made by a script may repeat itself."""
-    assert parse_endpoints("[10.0.0.2:80, 10.0.0.1:80, 10.0.0.2:80]") == ["10.0.0.2:80", "10.0.0.1:80"]
-
-
-def test_an_empty_list_is_a_list() -> None:
-    """Scaled to zero on purpose."""
-    assert parse_endpoints("[]") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "cannot be read"),
-        ("", "expected a list"),
-        ("{", "not YAML or JSON"),
-        ("[" * 100_000, "not YAML or JSON"),
-        ("- " * 100_000, "not YAML or JSON"),
-        ("10.0.0.1:80", "expected a list"),
-        ("{hosts: [10.0.0.1:80]}", "expected a list"),
-        ("{endpoints: 10.0.0.1:80}", "expected a list"),
-        ("[17]", "expected a list"),
-        ("[{address: 10.0.0.1:80}]", "expected a list"),
-        ("[engine:80]", "is not IP:port"),
-        ("[10.0.0.1]", "is not IP:port"),
-        ("[10.0.0.1:0]", "port outside 1-65535"),
-        ("[10.0.0.1:80, 10.0.0.256:80]", "10.0.0.256:80' is not IP:port"),
-    ],
-)
-def test_anything_else_is_refused_in_words(text: str | None, message: str) -> None:
-    """An empty or half-written file must not read as an empty fleet."""
-    with pytest.raises(BadEndpoints, match=message):
-        parse_endpoints(text)
-
-
-# -- files
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look again soon where a change fell between reading and watching, or the folder is not there."""
     monkeypatch.setattr(watchfiles, "awatch", functools.partial(watchfiles.awatch, rust_timeout=200))
-    monkeypatch.setattr(discovery, "_RETRY_S", 0.02)
+    monkeypatch.setattr(files, "_RETRY_S", 0.02)
 
 
 def put(file: Path, text: str) -> None:
@@ -269,119 +211,3 @@ async def test_no_fault_of_watching_ends_it(tmp_path: Path, monkeypatch: pytest.
                 await asyncio.wait_for(watched.get(), HANG_S)
             put(file, "two")
             assert await follower.next() == "two"
-
-
-# -- pools
-
-
-class House:
-    """A discovery and what it reported."""
-
-    def __init__(self) -> None:
-        self.reports: asyncio.Queue[tuple[str, list[str]]] = asyncio.Queue()
-        self.reads: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
-        self.discovery = Discovery(lambda pool, addresses: self.reports.put_nowait((pool, addresses)), self)
-
-    def discovered(self, pool: str, *, ok: bool) -> None:
-        """DiscoveryEvents."""
-        self.reads.put_nowait((pool, ok))
-
-    async def report(self) -> tuple[str, list[str]]:
-        """The next report."""
-        return await asyncio.wait_for(self.reports.get(), HANG_S)
-
-    async def read(self) -> tuple[str, bool]:
-        """The next read."""
-        return await asyncio.wait_for(self.reads.get(), HANG_S)
-
-
-@pytest.fixture
-async def house() -> AsyncIterator[House]:
-    """A discovery that is closed afterwards."""
-    house = House()
-    yield house
-    await house.discovery.close()
-
-
-Pools = Callable[..., tuple[Pool, ...]]
-
-
-@pytest.fixture
-def pools(tmp_path: Path) -> Pools:
-    """Pools by name and source; a source is a file name, or a list of addresses."""
-
-    def make(**sources: str | list[str]) -> tuple[Pool, ...]:
-        entries = [
-            f"{{name: {name}, models: [{name}], endpoints: "
-            + (f"{{static: {source}}}" if isinstance(source, list) else f"{{file: {tmp_path / source}}}")
-            + "}"
-            for name, source in sources.items()
-        ]
-        return parse(f"pools: [{', '.join(entries)}]").pools
-
-    return make
-
-
-async def test_a_static_list_is_reported_at_once(house: House, pools: Pools) -> None:
-    """No task, no waiting."""
-    house.discovery.configure(pools(p=["10.0.0.1:80"]))
-    assert house.reports.get_nowait() == ("p", ["10.0.0.1:80"])
-    assert house.reads.get_nowait() == ("p", True)
-
-
-async def test_a_file_is_reported_whenever_its_list_changes(house: House, pools: Pools, tmp_path: Path) -> None:
-    """The first list, then the next."""
-    (tmp_path / "a.yaml").write_text("[10.0.0.1:80]")
-    house.discovery.configure(pools(p="a.yaml"))
-    assert await house.report() == ("p", ["10.0.0.1:80"])
-    put(tmp_path / "a.yaml", "[10.0.0.1:80, 10.0.0.2:80]")
-    assert await house.report() == ("p", ["10.0.0.1:80", "10.0.0.2:80"])
-
-
-async def test_a_bad_file_keeps_the_last_good_list(house: House, pools: Pools, tmp_path: Path) -> None:
-    """Counted as failed, not reported; the next good one is."""
-    file = tmp_path / "a.yaml"
-    file.write_text("[10.0.0.1:80]")
-    house.discovery.configure(pools(p="a.yaml"))
-    assert await house.read() == ("p", True)
-    put(file, "{broken")
-    assert await house.read() == ("p", False)
-    put(file, "[10.0.0.2:80]")
-    assert await house.read() == ("p", True)
-    assert [await house.report() for _ in range(2)] == [("p", ["10.0.0.1:80"]), ("p", ["10.0.0.2:80"])]
-    assert house.reports.empty()
-
-
-async def test_an_unchanged_source_is_left_alone_by_a_reload(house: House, pools: Pools, tmp_path: Path) -> None:
-    """Its task goes on; the new pool gets its own."""
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.yaml").write_text("[10.0.0.1:80]")
-    house.discovery.configure(pools(p="a.yaml"))
-    await house.report()
-    task = house.discovery._tasks["p"][1]
-    house.discovery.configure(pools(p="a.yaml", q="b.yaml"))
-    assert house.discovery._tasks["p"][1] is task
-    assert await house.report() == ("q", ["10.0.0.1:80"])
-
-
-async def test_a_changed_source_replaces_the_old_one(house: House, pools: Pools, tmp_path: Path) -> None:
-    """From one file to another, and from a file to a list; a removed pool is followed no more."""
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.yaml").write_text(f"[10.0.0.{ord(name)}:80]")
-    house.discovery.configure(pools(p="a.yaml"))
-    assert await house.report() == ("p", ["10.0.0.97:80"])
-    house.discovery.configure(pools(p="b.yaml"))
-    assert await house.report() == ("p", ["10.0.0.98:80"])
-    house.discovery.configure(pools(p=["10.0.0.1:80"]))
-    assert await house.report() == ("p", ["10.0.0.1:80"])
-    assert house.discovery._tasks == {}
-
-
-async def test_closing_ends_every_task(house: House, pools: Pools, tmp_path: Path) -> None:
-    """Nothing is reported afterwards."""
-    (tmp_path / "a.yaml").write_text("[10.0.0.1:80]")
-    house.discovery.configure(pools(p="a.yaml"))
-    await house.report()
-    task = house.discovery._tasks["p"][1]
-    await house.discovery.close()
-    assert task.done()

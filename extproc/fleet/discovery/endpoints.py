@@ -1,0 +1,60 @@
+"""What discovery hands to the fleet: endpoints, as a source lists them, and how a text lists them.
+
+Not here: how a source is read and when (sources.py and its neighbours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from extproc.config.schema import check_address
+from extproc.config.yaml_text import BadYaml, parse_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """One endpoint, as its source lists it.
+
+    `terminating`: it is being shut down. It gets no new requests, but Envoy keeps it while the source lists it, so
+    that the requests running on it end as they would have.
+    """
+
+    address: str
+    terminating: bool = False
+
+
+def as_discovered(endpoints: Iterable[Discovered | str]) -> dict[str, Discovered]:
+    """By address. An address alone is an endpoint of which nothing else is known.
+
+    An address listed twice keeps its first place, and is terminating only if it is so wherever it is listed: a
+    pod's successor may have its address before the pod itself is gone.
+    """
+    found: dict[str, Discovered] = {}
+    for endpoint in endpoints:
+        new = Discovered(endpoint) if isinstance(endpoint, str) else endpoint
+        if new.address not in found or found[new.address].terminating:
+            found[new.address] = new
+    return found
+
+
+class BadEndpoints(Exception):
+    """The source's content is not a list of endpoints."""
+
+
+def parse_endpoints(text: str | None) -> list[Discovered]:
+    """Endpoints from a file's text (None: it could not be read). Raises BadEndpoints."""
+    if text is None:
+        raise BadEndpoints("cannot be read")
+    try:
+        document = parse_yaml(text)
+    except BadYaml as error:
+        raise BadEndpoints(f"not YAML or JSON: {error}") from error
+    if isinstance(document, dict):
+        document = document.get("endpoints")
+    if not isinstance(document, list) or not all(isinstance(address, str) for address in document):
+        raise BadEndpoints("expected a list of IP:port, or a mapping with one under `endpoints`")
+    try:
+        return list(as_discovered(check_address(address) for address in document).values())
+    except ValueError as error:
+        raise BadEndpoints(str(error)) from error

@@ -1,0 +1,65 @@
+"""Lists of endpoints from text, and what becomes of an address that is listed twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, as_discovered, parse_endpoints
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- 10.0.0.1:80\n- '[::1]:81'\n",
+        '["10.0.0.1:80", "[::1]:81"]',
+        '{"endpoints": ["10.0.0.1:80", "[::1]:81"], "comment": "ours"}',
+        "endpoints:\n  - 10.0.0.1:80\n  - '[::1]:81'\n",
+    ],
+    ids=["yaml", "json", "json mapping", "yaml mapping"],
+)
+def test_a_list_is_read_from_yaml_and_json(text: str) -> None:
+    """Bare, or under `endpoints` beside whatever else a file may hold."""
+    assert [endpoint.address for endpoint in parse_endpoints(text)] == ["10.0.0.1:80", "[::1]:81"]
+
+
+def test_an_address_listed_twice_counts_once() -> None:
+    """Its first place is kept: a file made by a script may repeat itself."""
+    found = parse_endpoints("[10.0.0.2:80, 10.0.0.1:80, 10.0.0.2:80]")
+    assert found == [Discovered("10.0.0.2:80"), Discovered("10.0.0.1:80")]
+
+
+def test_an_empty_list_is_a_list() -> None:
+    """Scaled to zero on purpose."""
+    assert parse_endpoints("[]") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("", "expected a list"),
+        ("{", "not YAML or JSON"),
+        ("[" * 100_000, "not YAML or JSON"),
+        ("- " * 100_000, "not YAML or JSON"),
+        ("10.0.0.1:80", "expected a list"),
+        ("{hosts: [10.0.0.1:80]}", "expected a list"),
+        ("{endpoints: 10.0.0.1:80}", "expected a list"),
+        ("[17]", "expected a list"),
+        ("[{address: 10.0.0.1:80}]", "expected a list"),
+        ("[engine:80]", "is not IP:port"),
+        ("[10.0.0.1]", "is not IP:port"),
+        ("[10.0.0.1:0]", "port outside 1-65535"),
+        ("[10.0.0.1:80, 10.0.0.256:80]", "10.0.0.256:80' is not IP:port"),
+    ],
+)
+def test_anything_else_is_refused_in_words(text: str | None, message: str) -> None:
+    """An empty or half-written file must not read as an empty fleet."""
+    with pytest.raises(BadEndpoints, match=message):
+        parse_endpoints(text)
+
+
+def test_an_address_listed_twice_is_terminating_only_if_both_are() -> None:
+    """A pod on its host's network and its successor have the same address for a while."""
+    gone, there = Discovered("10.0.0.1:80", terminating=True), Discovered("10.0.0.1:80")
+    assert as_discovered([gone, there]) == as_discovered([there, gone]) == {"10.0.0.1:80": there}
+    assert as_discovered([gone, gone]) == {"10.0.0.1:80": gone}
