@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
+from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.fleet import REMOVAL_GRACE_S, Fleet
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
@@ -648,6 +649,74 @@ def test_a_freed_place_is_taken_at_the_next_report() -> None:
     assert house.pick() == {B, C}
 
 
+# -- shutting down
+
+A_GOING = Discovered(A, terminating=True)
+
+
+def test_an_endpoint_that_shuts_down_drains_and_stays_with_envoy(house: House) -> None:
+    """It is picked no more, what runs on it ends, and Envoy keeps it until the source lists it no longer."""
+    house.bring_up("m", A, B)
+    house.fleet.set_endpoints("m", [A_GOING, B])
+    assert house.state_of(A) is State.DRAINING
+    assert house.pick() == {B}
+    house.now_s += REMOVAL_GRACE_S + 1
+    house.fleet.tick()
+    assert house.fleet.assignments() == {"pool_m": {A, B}}
+    house.fleet.set_endpoints("m", [B])
+    assert house.state_of(A) is State.STOPPED
+
+
+def test_its_successor_at_the_same_address_serves(house: House) -> None:
+    """No longer shutting down, it begins anew and is probed."""
+    house.bring_up("m", A)
+    house.fleet.set_endpoints("m", [A_GOING])
+    house.fleet.set_endpoints("m", [A])
+    assert house.state_of(A) is State.STARTING
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick() == {A}
+
+
+def test_an_operators_drain_outlives_what_the_source_says(house: House) -> None:
+    """A list that says nothing of a shutdown does not take it back."""
+    house.bring_up("m", A)
+    house.fleet.observe(A, Evidence.DRAIN)
+    house.fleet.set_endpoints("m", [A_GOING])
+    assert house.described(A)["drained_by"] == ["operator", "pool m"]
+    house.fleet.set_endpoints("m", [A])
+    assert house.state_of(A) is State.DRAINING
+    house.fleet.observe(A, Evidence.UNDRAIN)
+    assert house.state_of(A) is State.STARTING
+
+
+def test_an_operator_cannot_take_a_shutdown_back(house: House) -> None:
+    """The source goes on saying so."""
+    house.bring_up("m", A)
+    house.fleet.set_endpoints("m", [A_GOING])
+    house.fleet.observe(A, Evidence.UNDRAIN)
+    assert house.state_of(A) is State.DRAINING
+
+
+def test_a_shutdown_that_one_pool_tells_drains_for_all() -> None:
+    """It is one process; when that pool lists it no more, the others' word counts."""
+    house = House(config("m", "n"))
+    house.bring_up("m", A)
+    house.bring_up("n", A)
+    house.fleet.set_endpoints("m", [A_GOING])
+    assert house.pick("n") == set()
+    house.fleet.set_endpoints("m", [])
+    house.fleet.listed_models(A, LISTING)
+    assert house.pick("n") == {A}
+
+
+def test_an_endpoint_beyond_the_bound_cannot_drain() -> None:
+    """There is nothing to drain, and that is no fault."""
+    house = House(max_endpoints=1)
+    house.bring_up("m", A)
+    house.fleet.set_endpoints("m", [A, Discovered(B, terminating=True)])
+    assert house.pick() == {A}
+
+
 # -- described
 
 
@@ -665,6 +734,7 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "generation": 1,
         "state": "ready",
         "state_reason": "answers its model list",
+        "drained_by": [],
         "state_age_s": 2.5,
         "observed_age_s": 2.5,
         "routable": True,
