@@ -102,11 +102,53 @@ class Listen(Model):
         return self
 
 
+Port = Annotated[int, Field(gt=0, le=_LAST_PORT)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$", max_length=254)]
+RecordType = Literal["A", "AAAA", "SRV"]
+
+
+class Dns(Model):
+    """Endpoints from DNS: the addresses of a name, or the targets of its SRV records."""
+
+    name: HostName
+    type: Literal["auto", RecordType] = Field(
+        "auto", description="auto: SRV if the name begins with _; else A, and AAAA where there is no A"
+    )
+    port: Port | None = Field(None, description="for A and AAAA; SRV records bring their own")
+    servers: tuple[str, ...] = Field((), description="IP:port of DNS servers; none: those of /etc/resolv.conf")
+    refresh_min_s: Seconds = Field(5, description="asked again when the records' time to live is over, but not before")
+    refresh_max_s: Seconds = Field(60, description="... and not later than after this")
+    timeout_s: Seconds = Field(5, description="for one question, all servers tried")
+    empty_after: Positive = Field(3, description="answers in a row that name nothing, before the list is emptied")
+
+    @property
+    def record_types(self) -> tuple[RecordType, ...]:
+        """What to ask for; the first type that there are records of counts."""
+        if self.type != "auto":
+            return (self.type,)
+        return ("SRV",) if self.name.startswith("_") else ("A", "AAAA")
+
+    @field_validator("servers")
+    @classmethod
+    def _check_servers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_address(server) for server in value)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.port is None) != (self.record_types == ("SRV",)):
+            raise ValueError("give a port for A and AAAA records, and none for SRV, which bring their own")
+        if self.refresh_min_s > self.refresh_max_s:
+            raise ValueError(f"refresh_min_s is more than refresh_max_s, {self.refresh_max_s:g}")
+        return self
+
+
 class Endpoints(Model):
     """Where a pool's endpoints come from: exactly one source."""
 
     static: tuple[str, ...] | None = None
     file: Path | None = Field(None, description="YAML or JSON list of IP:port, watched; relative to the config file")
+    dns: Dns | None = None
 
     @field_validator("static")
     @classmethod
@@ -120,8 +162,8 @@ class Endpoints(Model):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.static is None) == (self.file is None):
-            raise ValueError("give exactly one of: static, file")
+        if [self.static, self.file, self.dns].count(None) != 2:
+            raise ValueError("give exactly one of: static, file, dns")
         return self
 
 

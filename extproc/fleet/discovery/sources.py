@@ -7,56 +7,14 @@ while the list in use is the last good one. Not here: how a kind of source is re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
-
-import structlog
 
 from extproc.config.schema import Pool
-from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, as_discovered, parse_endpoints
+from extproc.fleet.discovery.dns import follow_dns
+from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, parse_endpoints
 from extproc.fleet.discovery.files import follow_parsed
-
-log = structlog.get_logger(__name__)
-
-
-class DiscoveryEvents(Protocol):
-    """Who counts discovery's reads."""
-
-    def discovered(self, pool: str, *, ok: bool) -> None:
-        """A source was read."""
-
-    def discovery_failed(self, pool: str, reason: str) -> None:
-        """Why a source could not be read; one of a fixed set of words."""
-
-    def discovery_state(self, pool: str, *, endpoints: int, stale: bool) -> None:
-        """How many endpoints the list in use has, and whether its source cannot be read at the moment."""
-
-
-class Sink:
-    """Where one pool's source tells what it lists, or why it cannot."""
-
-    def __init__(self, pool: str, report: Callable[[str, list[Discovered]], None], events: DiscoveryEvents) -> None:
-        self.pool = pool
-        self._report = report
-        self._events = events
-        self._last: list[Discovered] | None = None
-
-    def found(self, endpoints: Iterable[Discovered | str]) -> None:
-        """The source was read: this is all it lists. Reported further when it differs from what it listed before."""
-        listed = list(as_discovered(endpoints).values())
-        self._events.discovered(self.pool, ok=True)
-        self._events.discovery_state(self.pool, endpoints=len(listed), stale=False)
-        if listed != self._last:
-            self._last = listed
-            self._report(self.pool, listed)
-
-    def failed(self, reason: str, error: object) -> None:
-        """The source could not be read; what it listed last stays in use."""
-        log.warning("endpoints not read, keeping the last good list", pool=self.pool, reason=reason, error=str(error))
-        self._events.discovered(self.pool, ok=False)
-        self._events.discovery_failed(self.pool, reason)
-        self._events.discovery_state(self.pool, endpoints=len(self._last or ()), stale=True)
+from extproc.fleet.discovery.sink import DiscoveryEvents, Sink
 
 
 class Discovery:
@@ -93,9 +51,10 @@ class Discovery:
 
     async def _follow(self, pool: Pool) -> None:
         endpoints, sink = pool.endpoints, self._sink(pool.name)
-        if endpoints.file is None:
-            raise AssertionError("only file sources are followed")
-        await follow_endpoints_file(endpoints.file, sink)
+        if endpoints.file is not None:
+            await follow_endpoints_file(endpoints.file, sink)
+        elif endpoints.dns is not None:
+            await follow_dns(endpoints.dns, sink)
 
 
 async def follow_endpoints_file(file: Path, sink: Sink) -> None:
