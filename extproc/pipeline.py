@@ -29,6 +29,7 @@ from extproc.request.apis import (
     canonical,
     guess,
     is_engine_admin,
+    is_grpc,
     is_multipart,
     path_of,
     without_path,
@@ -134,7 +135,7 @@ class Pipeline:
         api = by_path(path)
         self._events.refused_with(refusal.reason, refusal.status)
         self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal)
-        return refuse(refusal, anthropic=api is not None and api.anthropic)
+        return refuse(refusal, anthropic=api is not None and api.anthropic, grpc=is_grpc(headers))
 
     def _decide(
         self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
@@ -270,7 +271,7 @@ def _judge_path(generation: Generation, headers: Mapping[str, str]) -> Refusal |
     meant = canonical(path)
     if is_engine_admin(meant) and not generation.config.routing.allow_engine_admin:
         return _engine_admin(path)
-    return unknown_path(path) if generation.target_of_path(meant) is None else None
+    return unknown_path(path) if generation.target_of_path(meant, headers) is None else None
 
 
 def _judge_content(api: Api, headers: Mapping[str, str]) -> Refusal | None:

@@ -63,8 +63,13 @@ class Pending:
     ready: asyncio.Future[Reply]
 
 
-def refuse(refusal: Refusal, *, anthropic: bool = False) -> Answer:
-    """A refusal as the client sees it: OpenAI's error object or Anthropic's, and Retry-After where waiting helps."""
+def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> Answer:
+    """A refusal as the client sees it: OpenAI's error object or Anthropic's, and Retry-After where waiting helps.
+
+    For a gRPC call Envoy makes a gRPC status of the HTTP one, and its message of the body: there, the words alone.
+    """
+    if grpc:
+        return Answer(refusal.status, refusal.message.encode(), (), refusal.reason)
     error = _anthropic_error(refusal) if anthropic else _openai_error(refusal)
     headers: Headers = (_JSON,)
     if refusal.retry_after_s is not None:

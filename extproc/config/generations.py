@@ -7,6 +7,7 @@ is kept by name elsewhere, so a reload loses nothing. A request sees one generat
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,16 +48,26 @@ class Generation:
         return targets
 
     @cached_property
-    def _rules(self) -> list[tuple[str, Target]]:
-        """Path rules, the longest first; a slash ends every prefix."""
+    def _rules(self) -> list[tuple[str, frozenset[tuple[str, str]], Target]]:
+        """Path rules, the longest first, of these the one that asks for most headers; a slash ends every prefix."""
         pools = {pool.name: pool for pool in self.config.pools}
-        rules = [(f"{rule.prefix.rstrip('/')}/", pools[rule.pool]) for rule in self.config.routing.paths]
-        targets = [(prefix, self.targets[pool.models[0]]) for prefix, pool in rules]
-        return sorted(targets, key=lambda rule: -len(rule[0]))
+        rules = [
+            (f"{rule.prefix.rstrip('/')}/", frozenset(rule.headers.items()), self.targets[pools[rule.pool].models[0]])
+            for rule in self.config.routing.paths
+        ]
+        return sorted(rules, key=lambda rule: (-len(rule[0]), -len(rule[1])))
 
-    def target_of_path(self, path: str) -> Target | None:
+    def target_of_path(self, path: str, headers: Mapping[str, str]) -> Target | None:
         """Where a path rule leads a canonical path; to the pool's first model, for want of another."""
-        return next((target for prefix, target in self._rules if f"{path}/".startswith(prefix)), None)
+        ended = f"{path}/"
+        return next(
+            (
+                target
+                for prefix, wanted, target in self._rules
+                if ended.startswith(prefix) and all(headers.get(name) == value for name, value in wanted)
+            ),
+            None,
+        )
 
     def _target(self, pool: Pool, model: str) -> Target:
         wire = self.config.wire

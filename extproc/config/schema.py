@@ -31,6 +31,13 @@ Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
 """It goes into a header, so no control characters."""
 Share = Annotated[float, Field(ge=0, le=1)]
+RuleHeader = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^x-(gateway|pointsman)-[a-z0-9-]{1,60}$"
+    ),
+]
+"""Envoy shows us these whatever the config says, and lets clients send them; others would never match."""
 
 
 def check_address(value: str) -> str:
@@ -178,6 +185,7 @@ class Pool(Model):
     endpoints: Endpoints
     policy: str | Policy = "default"
     cluster: str | None = Field(None, description="Envoy cluster, if not ours; default: pool_<name>")
+    protocol: Literal["http", "grpc"] = Field("http", description="what the engines speak, always in plaintext")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
     hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
     bytes_per_token: float = Field(4.0, gt=0)
@@ -204,6 +212,9 @@ class PathRule(Model):
 
     prefix: Annotated[str, StringConstraints(pattern=r"^/")] = Field(description="whole segments: /a is not /ab")
     pool: Name
+    headers: dict[RuleHeader, str] = Field(
+        default_factory=dict, description="the request must carry these, with exactly these values"
+    )
 
 
 class Routing(Model):

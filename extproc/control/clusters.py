@@ -38,7 +38,7 @@ def pool_cluster(config: Config, pool: Pool, via: Via = "ads") -> envoy.Cluster:
         ignore_health_on_host_removal=True,
         load_balancing_policy=_policies("envoy.load_balancing_policies.override_host", _override_host(config)),
         circuit_breakers=_breakers(config),
-        typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_engine_protocol(config))},
+        typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_engine_protocol(config, pool))},
     )
 
 
@@ -178,15 +178,18 @@ def _breakers(config: Config) -> envoy.CircuitBreakers:
     )
 
 
-def _engine_protocol(config: Config) -> envoy.UpstreamHttpProtocolOptions:
+_HTTP1 = envoy.HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=envoy.Http1ProtocolOptions())
+# without keep-alive pings: gRPC servers take offence at them and hang up
+_HTTP2 = envoy.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=envoy.Http2ProtocolOptions())
+
+
+def _engine_protocol(config: Config, pool: Pool) -> envoy.UpstreamHttpProtocolOptions:
     return envoy.UpstreamHttpProtocolOptions(
         # below the engine's keep-alive, or a request meets a connection that is just being closed
         common_http_protocol_options=envoy.HttpProtocolOptions(
             idle_timeout=timedelta(seconds=config.timeouts.upstream_idle_s)
         ),
-        explicit_http_config=envoy.HttpProtocolOptionsExplicitHttpConfig(
-            http_protocol_options=envoy.Http1ProtocolOptions()
-        ),
+        explicit_http_config=_HTTP2 if pool.protocol == "grpc" else _HTTP1,
     )
 
 

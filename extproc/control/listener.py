@@ -19,7 +19,7 @@ from extproc.control.clusters import (
     socket_address,
 )
 from extproc.control.local_replies import local_replies
-from extproc.control.routes import route_configuration
+from extproc.control.routes import EXT_PROC, processing_mode, route_configuration
 from extproc.names import (
     CLUSTER_HEADER,
     DESTINATION_HEADER,
@@ -233,11 +233,11 @@ def _usage_filter() -> envoy.HttpFilter:
 
 def _ext_proc_filter(bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilter:
     return envoy.HttpFilter(
-        name="envoy.filters.http.ext_proc",
+        name=EXT_PROC,
         typed_config=envoy.pack(
             envoy.ExternalProcessor(
                 grpc_service=pointsman_grpc_service(),
-                processing_mode=_processing_mode(bodies),
+                processing_mode=processing_mode(bodies),
                 # running answers must survive our death; the undecided route fails new requests closed
                 failure_mode_allow=True,
                 message_timeout=_HOLD,
@@ -251,20 +251,6 @@ def _ext_proc_filter(bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilt
                 ),
             )
         ),
-    )
-
-
-def _processing_mode(bodies: envoy.ProcessingModeBodySendMode) -> envoy.ProcessingMode:
-    send, skip = envoy.ProcessingModeHeaderSendMode.SEND, envoy.ProcessingModeHeaderSendMode.SKIP
-    return envoy.ProcessingMode(
-        request_header_mode=send,
-        request_body_mode=bodies,
-        request_trailer_mode=skip,
-        response_header_mode=skip,
-        response_body_mode=envoy.ProcessingModeBodySendMode.NONE,
-        # engines send no trailers, so this costs nothing; but it keeps our stream open until the answer ends, which
-        # makes the stream itself the count of requests in flight
-        response_trailer_mode=send,
     )
 
 

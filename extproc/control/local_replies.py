@@ -75,7 +75,7 @@ _KINDS = (
 
 def local_replies() -> envoy.LocalReplyConfig:
     """Rules for Envoy's own answers, first match wins; what matches none is passed on as it is."""
-    return envoy.LocalReplyConfig(mappers=[_mapper(kind) for kind in _KINDS])
+    return envoy.LocalReplyConfig(mappers=[_grpc_mapper(), *[_mapper(kind) for kind in _KINDS]])
 
 
 def error_fields(kind_type: str, code: str, message: str) -> dict[str, dict[str, str | None]]:
@@ -88,6 +88,15 @@ def set_header(name: str, value: str) -> envoy.HeaderValueOption:
     return envoy.HeaderValueOption(
         header=envoy.HeaderValue(key=name, value=value),
         append_action=envoy.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def _grpc_mapper() -> envoy.ResponseMapper:
+    """For gRPC calls: Envoy makes a status of the answer, and its message of this text; JSON is for HTTP clients."""
+    words = "The gateway could not complete the call (%RESPONSE_CODE_DETAILS%)."
+    return envoy.ResponseMapper(
+        filter=cel_filter(f"{_BY_ENVOY} && request.headers['content-type'].startsWith('application/grpc')"),
+        body_format_override=envoy.SubstitutionFormatString(text_format_source=envoy.DataSource(inline_string=words)),
     )
 
 

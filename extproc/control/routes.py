@@ -32,6 +32,7 @@ _RESPONSE_HEADERS = {
     "endpoint": (FIRST_CHOICE_HEADER, "%UPSTREAM_REMOTE_ADDRESS%"),
     "model": (MODEL_HEADER, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:model)%"),
 }
+EXT_PROC = "envoy.filters.http.ext_proc"
 _UNDECIDED = error_fields("server_error", "router_unavailable", "No routing decision is available. Try again shortly.")
 
 
@@ -43,11 +44,11 @@ def route_configuration(config: Config) -> envoy.RouteConfiguration:
 
 
 def virtual_host(config: Config) -> envoy.VirtualHost:
-    """The two routes and the headers that clients see."""
+    """The routes and the headers that clients see."""
     return envoy.VirtualHost(
         name="pointsman",
         domains=["*"],
-        routes=[_decided_route(config), _undecided_route(config)],
+        routes=[_decided_route(config), _undecided_call(), _undecided_route(config)],
         # the upstream log's filter and its entries need to know which attempt they speak of
         include_request_attempt_count=True,
         response_headers_to_add=[set_header(*_RESPONSE_HEADERS[name]) for name in config.wire.response_headers],
@@ -90,6 +91,38 @@ def _undecided_route(config: Config) -> envoy.Route:
             set_header("content-type", "application/json"),
             set_header("retry-after", str(RETRY_AFTER_S)),
         ],
+    )
+
+
+def _undecided_call() -> envoy.Route:
+    """The same for gRPC calls. They are decided by their headers: the messages of a stream may never end.
+
+    Envoy makes a gRPC status of the answer, UNAVAILABLE, and its message of the body.
+    """
+    mode = processing_mode(envoy.ProcessingModeBodySendMode.NONE)
+    settings = envoy.ExtProcPerRoute(overrides=envoy.ExtProcOverrides(processing_mode=mode))
+    return envoy.Route(
+        name="undecided_grpc",
+        match=envoy.RouteMatch(prefix="/", grpc=envoy.RouteMatchGrpcRouteMatchOptions()),
+        direct_response=envoy.DirectResponseAction(
+            status=503, body=envoy.DataSource(inline_string=_UNDECIDED["error"]["message"] or "")
+        ),
+        typed_per_filter_config={EXT_PROC: envoy.pack(settings)},
+    )
+
+
+def processing_mode(bodies: envoy.ProcessingModeBodySendMode) -> envoy.ProcessingMode:
+    """What of a request and its answer is shown to us."""
+    send, skip = envoy.ProcessingModeHeaderSendMode.SEND, envoy.ProcessingModeHeaderSendMode.SKIP
+    return envoy.ProcessingMode(
+        request_header_mode=send,
+        request_body_mode=bodies,
+        request_trailer_mode=skip,
+        response_header_mode=skip,
+        response_body_mode=envoy.ProcessingModeBodySendMode.NONE,
+        # engines send no trailers, so this costs nothing; but it keeps our stream open until the answer ends, which
+        # makes the stream itself the count of requests in flight
+        response_trailer_mode=send,
     )
 
 

@@ -323,6 +323,13 @@ class Fleet:
             self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
             self._observe(member, Evidence.PROBE_OK)
 
+    def assumed_by_grpc(self, address: str) -> Listing | None:
+        """What an endpoint that speaks gRPC is taken to serve: it lists nothing. None for one that does."""
+        member = self._members.get(address)
+        pools = [] if member is None else [self._pools[name] for name in member.pools]
+        spoken = [pool for pool in pools if pool.protocol == "grpc"]
+        return Listing(frozenset(model for pool in spoken for model in pool.models), None) if spoken else None
+
     def scraped(self, address: str, figures: EngineFigures) -> None:
         """An endpoint's metrics were read."""
         member = self._members.get(address)

@@ -18,8 +18,9 @@ import structlog
 
 from extproc.config.schema import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.grpc_health import check
 from policies.lifecycle import Evidence
-from vllm_adapters.health import MODELS_PATH, NotAListing, parse_models
+from vllm_adapters.health import MODELS_PATH, Listing, NotAListing, parse_models
 from vllm_adapters.metrics import NotMetrics, parse_metrics
 
 log = structlog.get_logger(__name__)
@@ -131,6 +132,18 @@ class _Watcher:
         await asyncio.sleep(self.config.probe.interval_ms / 1000)
 
     async def _probe(self) -> bool:
+        assumed = self._fleet.assumed_by_grpc(self._address)
+        return await (self._ask_model_list() if assumed is None else self._ask_grpc_health(assumed))
+
+    async def _ask_grpc_health(self, assumed: Listing) -> bool:
+        evidence = await check(self._address, self.config.probe.timeout_ms / 1000)
+        if evidence is Evidence.PROBE_OK:
+            self._fleet.listed_models(self._address, assumed)
+            return True
+        self._fleet.observe(self._address, evidence)
+        return False
+
+    async def _ask_model_list(self) -> bool:
         try:
             page = await self._get(MODELS_PATH, self.config.probe.timeout_ms)
             self._fleet.listed_models(self._address, parse_models(page))
@@ -150,6 +163,9 @@ class _Watcher:
     async def _scrape_turn(self) -> None:
         # Before the scrape, not after it: a wake-up that comes while it hangs is for the next one.
         self._scrape_now.clear()
+        if self._fleet.assumed_by_grpc(self._address) is not None:
+            await asyncio.sleep(self._pause_s(0))  # nothing to read there
+            return
         ok = await self._scrape()
         self._events.scraped(ok=ok)
         self._failed_scrapes = 0 if ok else self._failed_scrapes + 1

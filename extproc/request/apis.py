@@ -148,6 +148,12 @@ def guess(headers: Mapping[str, str], body: bytes) -> Api:
     return next((api for api in _GUESSED if any(getattr(keys, name) for name in api.required)), APIS[0])
 
 
+def is_grpc(headers: Mapping[str, str]) -> bool:
+    """Whether the request is a gRPC call, by the rule that Envoy has for it. Its body may never end."""
+    kind = headers.get("content-type", "")
+    return kind == "application/grpc" or kind.startswith("application/grpc+")
+
+
 def is_multipart(headers: Mapping[str, str]) -> bool:
     """Whether the body is a form with parts."""
     return headers.get("content-type", "").lower().startswith("multipart/")

@@ -152,7 +152,7 @@ _MOST_QUERY_FIELDS = 100
 
 
 def _from_path(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    target = generation.target_of_path(canonical(path_of(incoming.headers)))
+    target = generation.target_of_path(canonical(path_of(incoming.headers)), incoming.headers)
     if target is None:
         return unknown_path(path_of(incoming.headers))
     return Plan(target, _bare_request(incoming, target.model, target))

@@ -22,6 +22,7 @@ import structlog
 
 from extproc.flight import Flight, Flights
 from extproc.reply import Answer, Pending, Reply, Route, refuse
+from extproc.request.apis import is_grpc
 from extproc.wire.messages import (
     CONTINUE,
     BodyMode,
@@ -30,6 +31,7 @@ from extproc.wire.messages import (
     Received,
     UnknownKind,
     accept,
+    echo_request,
     echo_response,
     read,
     render,
@@ -103,6 +105,7 @@ class Exchange:
         "_decider",
         "_echoes",
         "_end_of_stream",
+        "_endless",
         "_events",
         "_flight",
         "_headers",
@@ -120,6 +123,7 @@ class Exchange:
         self._body: bytes | bytearray = b""
         self._echoes = False
         self._end_of_stream = False
+        self._endless = False
         self._one_address = True
         self._trailers = False
         self.manner = Manner.BUFFERED
@@ -155,9 +159,11 @@ class Exchange:
         self.manner = manner
         # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
         self._one_address = manner is not Manner.BUFFERED or message.wants_response
-        # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end
+        # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end,
+        # nor perhaps a gRPC call: what its client streams is passed back piece by piece
         connect = ":path" not in message.headers and ":method" in message.headers
-        if message.end_of_stream or connect or message.body_mode is BodyMode.NONE:
+        self._endless = manner is Manner.STREAMED and is_grpc(message.headers)
+        if message.end_of_stream or connect or self._endless or message.body_mode is BodyMode.NONE:
             self._end_of_stream = True
             return self._decide(Phase.REQUEST_HEADERS)
         early = self._decider.refuse_early(self._flight, message.headers)
@@ -168,6 +174,8 @@ class Exchange:
         return [accept(self._flight.request_id, keep_response=message.wants_response)]
 
     def _on_body(self, message: Received) -> Sending:
+        if self._endless:
+            return [*echo_request(message.body, end_of_stream=message.end_of_stream)]
         if self.turn is not Turn.BODY:
             raise Malformed("a request body came before the headers or after the decision")
         self._collect(message.body)
@@ -264,8 +272,8 @@ def _manner(message: Received) -> Manner | None:
         return Manner.BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
     if message.body_mode is BodyMode.BUFFERED or message.end_of_stream:
         return Manner.BUFFERED
-    if message.body_mode is BodyMode.NONE and message.headers.get(":method") == "GET":
-        return Manner.BUFFERED  # an upgrade: what follows is for the engine alone
+    if message.body_mode is BodyMode.NONE and (message.headers.get(":method") == "GET" or is_grpc(message.headers)):
+        return Manner.BUFFERED  # an upgrade, or a gRPC call: what follows is for the engine alone
     return None
 
 
