@@ -11,6 +11,7 @@ release can never be booked to a stranger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("generation", np.int64, 0),
     ("state", np.int8, State.STOPPED),
     ("routable", np.bool_, False),
+    ("traffic_share", np.float64, 1),
     ("waiting", np.float64, 0),
     ("running", np.float64, 0),
     ("kv_used", np.float64, 0),
@@ -34,11 +36,62 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("in_flight_prompt_tokens", np.int64, 0),
     ("in_flight_uncached_tokens", np.int64, 0),
     ("error_ewma", np.float64, 0),
-    ("ttft_ewma_s", np.float64, 0),
+    ("ttft_1m_s", np.float64, 0),
+    ("ttft_1m_weight", np.float64, 0),
+    ("ttft_5m_s", np.float64, 0),
+    ("ttft_5m_weight", np.float64, 0),
+    ("ttft_at_s", np.float64, 0),
     ("prefix_hit_ratio", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
+    ("waiting_level", np.float64, 0),
+    ("running_level", np.float64, 0),
+    ("kv_used_level", np.float64, 0),
+    ("in_flight_level", np.float64, 0),
+    ("in_flight_prompt_tokens_level", np.float64, 0),
+    ("weight", np.float64, 1),
+    ("cost", np.float64, 0),
+    ("remote", np.bool_, False),
+    ("max_adapters", np.float64, 0),
 )
 _KEPT_ON_REUSE = ("generation",)
+
+
+_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s"} | {
+    name for name, _, _ in _FIGURES if name.endswith("_level")
+}
+_LEVELS = ("waiting", "running", "kv_used", "in_flight", "in_flight_prompt_tokens")
+_LEVEL_S = 5.0
+"""Seconds over which levels are smoothed: about as late as figures come where scrapes are slow."""
+MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
+"""After so long an observed TTFT counts 1/e."""
+
+
+class _NamesBySlot:
+    """A set of names per slot, and which slots have a name. The masks are kept until any set changes."""
+
+    __slots__ = ("_names", "_slots_having")
+
+    def __init__(self) -> None:
+        self._names: dict[int, frozenset[str]] = {}
+        self._slots_having: dict[str, npt.NDArray[np.bool_]] = {}
+
+    def put(self, slot: int, names: frozenset[str]) -> None:
+        """`slot` has exactly these."""
+        if self._names.get(slot, frozenset()) != names:
+            self._names[slot] = names
+            self._slots_having.clear()
+
+    def of(self, slot: int) -> frozenset[str]:
+        """What `slot` has."""
+        return self._names.get(slot, frozenset())
+
+    def having(self, name: str, size: int) -> npt.NDArray[np.bool_]:
+        """Which of the first `size` slots have `name`, shape (size,)."""
+        mask = self._slots_having.get(name)
+        if mask is None or len(mask) != size:
+            mask = np.array([name in self.of(slot) for slot in range(size)], np.bool_)
+            self._slots_having[name] = mask
+        return mask
 
 
 class TooManyEndpoints(Exception):
@@ -50,14 +103,19 @@ class FleetState:
 
     `waiting`, `running`: requests in the engine, scraped. `kv_used`: 0..1. `kv_capacity_tokens`: the pool's figure
     until the engine reports its own. `context_tokens`: endless while unknown. `in_flight*`: ours, exact.
-    `ttft_ewma_s`: of requests served, 0 before the first. `prefix_hit_ratio`: the engine's own since its start, 0..1.
-    `observed_at_s`: time of the last good scrape.
-    `routable`: every connected Envoy has acknowledged the address.
+    `ttft_1m_s`, `ttft_5m_s`: means of requests served, fading over one minute and five; 0 before the first. Their
+    weights are in requests, as of `ttft_at_s`. `prefix_hit_ratio`: the engine's own since its start, 0..1.
+    `observed_at_s`: time of the last good scrape. `*_level`: the same figures smoothed, scraped ones and, by the same
+    measure, ours: what has changed since shows in the difference of ours (see `scraped`).
+    `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
+    runs at most so many at once; 0 while it has not said.
+    `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
     """
 
     generation: npt.NDArray[np.int64]
     state: npt.NDArray[np.int8]
     routable: npt.NDArray[np.bool_]
+    traffic_share: npt.NDArray[np.float64]
     waiting: npt.NDArray[np.float64]
     running: npt.NDArray[np.float64]
     kv_used: npt.NDArray[np.float64]
@@ -67,17 +125,33 @@ class FleetState:
     in_flight_prompt_tokens: npt.NDArray[np.int64]
     in_flight_uncached_tokens: npt.NDArray[np.int64]
     error_ewma: npt.NDArray[np.float64]
-    ttft_ewma_s: npt.NDArray[np.float64]
+    ttft_1m_s: npt.NDArray[np.float64]
+    ttft_1m_weight: npt.NDArray[np.float64]
+    ttft_5m_s: npt.NDArray[np.float64]
+    ttft_5m_weight: npt.NDArray[np.float64]
+    ttft_at_s: npt.NDArray[np.float64]
     prefix_hit_ratio: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
+    waiting_level: npt.NDArray[np.float64]
+    running_level: npt.NDArray[np.float64]
+    kv_used_level: npt.NDArray[np.float64]
+    in_flight_level: npt.NDArray[np.float64]
+    in_flight_prompt_tokens_level: npt.NDArray[np.float64]
+    weight: npt.NDArray[np.float64]
+    cost: npt.NDArray[np.float64]
+    remote: npt.NDArray[np.bool_]
+    max_adapters: npt.NDArray[np.float64]
 
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s
         self.max_endpoints = max_endpoints
         self.addresses: tuple[str | None, ...] = ()  # replaced, never changed: a decision may keep the one it saw
         self._slot_of: dict[str, int] = {}
-        self._models: dict[int, frozenset[str]] = {}
-        self._serving: dict[str, npt.NDArray[np.bool_]] = {}
+        self._models = _NamesBySlot()
+        self.adapters = _NamesBySlot()
+        """Adapters listed, running, and waiting for a place, by slot."""
+        self.running_adapters = _NamesBySlot()
+        self.waiting_adapters = _NamesBySlot()
         for name, dtype, default in _FIGURES:
             setattr(self, name, np.full(initial_slots, default, dtype))
 
@@ -105,7 +179,7 @@ class FleetState:
         self.generation[slot] += 1
         self._name(slot, address)
         self._slot_of[address] = slot
-        self.set_models(slot, frozenset())
+        self._forget_names(slot)
         return slot
 
     def remove(self, slot: int) -> bool:
@@ -118,7 +192,7 @@ class FleetState:
             del self._slot_of[address]
             self.state[slot] = State.STOPPED
             self.routable[slot] = False
-            self.set_models(slot, frozenset())
+            self._forget_names(slot)
         return True
 
     def _free_slot(self) -> int:
@@ -143,25 +217,53 @@ class FleetState:
             new[: len(old)] = old
             setattr(self, name, new)
 
+    def _forget_names(self, slot: int) -> None:
+        for names in (self._models, self.adapters, self.running_adapters, self.waiting_adapters):
+            names.put(slot, frozenset())
+
     # -- models
 
-    def set_models(self, slot: int, models: frozenset[str]) -> None:
-        """The names `slot` lists, adapters included."""
-        if self._models.get(slot) != models:
-            self._models[slot] = models
-            self._serving.clear()
+    def set_models(self, slot: int, models: frozenset[str], adapters: frozenset[str] = frozenset()) -> None:
+        """The names `slot` lists, and which of them are adapters."""
+        self._models.put(slot, models)
+        self.adapters.put(slot, adapters)
 
     def models(self, slot: int) -> frozenset[str]:
         """The names `slot` lists."""
-        return self._models.get(slot, frozenset())
+        return self._models.of(slot)
 
     def serving(self, model: str) -> npt.NDArray[np.bool_]:
-        """Which slots list `model`, shape (slots,). Cached until any list changes; ask for configured names only."""
-        serving = self._serving.get(model)
-        if serving is None or len(serving) != len(self.generation):
-            serving = np.array([model in self.models(slot) for slot in range(len(self.generation))], np.bool_)
-            self._serving[model] = serving
-        return serving
+        """Which slots list `model`, shape (slots,). Ask for configured names only: the answers are kept."""
+        return self._models.having(model, len(self.generation))
+
+    # -- what is observed
+
+    def scraped(self, slot: int, *, waiting: float, running: float, kv_used: float, now_s: float) -> None:
+        """An engine's figures, as they were at best `now_s`.
+
+        Beside the figures themselves their smoothed level is kept, and that of our own counts by the same measure. A
+        figure is late, and by how much nobody knows; a policy that sent everybody to the apparently emptier endpoint
+        would fill it until the next figures, and swing. Level plus what our own counts have changed against theirs is
+        what the figure is now, to the best of our knowledge, and moves with the very request that is sent.
+        """
+        age_s = now_s - float(self.observed_at_s[slot])
+        share = 1 - math.exp(-age_s / _LEVEL_S)  # the first time it is the whole
+        self.waiting[slot], self.running[slot], self.kv_used[slot] = waiting, running, kv_used
+        self.observed_at_s[slot] = now_s
+        for name in _LEVELS:
+            level = getattr(self, f"{name}_level")
+            level[slot] += share * (getattr(self, name)[slot] - level[slot])
+
+    def timed(self, slot: int, ttft_s: float, now_s: float) -> None:
+        """A request's first byte came after `ttft_s`."""
+        passed_s = max(0.0, now_s - float(self.ttft_at_s[slot]))
+        self.ttft_at_s[slot] = now_s
+        for mean, weight, memory_s in (
+            (self.ttft_1m_s, self.ttft_1m_weight, MINUTE_S),
+            (self.ttft_5m_s, self.ttft_5m_weight, FIVE_MINUTES_S),
+        ):
+            weight[slot] = weight[slot] * math.exp(-passed_s / memory_s) + 1
+            mean[slot] += (ttft_s - mean[slot]) / weight[slot]
 
     # -- what requests take and give back
 
@@ -193,5 +295,5 @@ class FleetState:
         return (now_s - self.observed_at_s[slots]) > self.stale_after_s
 
     def snapshot(self, slot: int) -> dict[str, Any]:
-        """Every figure of one slot as plain Python values, for the admin API."""
-        return {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES}
+        """Every figure of one slot that means something outside, as plain Python values, for the admin API."""
+        return {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES if name not in _INTERNAL}

@@ -20,18 +20,20 @@ class _Model(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
+    parent: Any = None
     data: list[_Model]
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Names an endpoint serves (adapters included) and its context window in tokens, if it says."""
+    """Names an endpoint serves, its context window in tokens, if it says, and which of the names are adapters."""
 
     models: frozenset[str]
     context_tokens: int | None
 
 
 OURSELVES = "pointsman"
+    adapters: frozenset[str] = frozenset()
 """Who owns the models of a list that a Pointsman answers."""
 
 
@@ -51,7 +53,11 @@ def parse_models(body: bytes) -> Listing:
     if any(model.owned_by == OURSELVES for model in models):
         raise NotAListing("this is a Pointsman, not an engine: requests sent there would come back for ever")
     windows = [model.max_model_len for model in models if _is_window(model.max_model_len)]
-    return Listing(frozenset(model.id for model in models), max(windows, default=None))
+    return Listing(
+        frozenset(model.id for model in models),
+        max(windows, default=None),
+        frozenset(model.id for model in models if isinstance(model.parent, str)),
+    )
 
 
 def _is_window(value: object) -> bool:

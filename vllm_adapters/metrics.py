@@ -8,7 +8,8 @@ are summed, KV usage is averaged.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 _NAMES = {
     b"vllm:num_requests_waiting": "waiting",
@@ -21,14 +22,16 @@ _NAMES = {
 }
 _CACHE_CONFIG = b"vllm:cache_config_info"
 _LINE = re.compile(
-    rb"^(" + b"|".join(re.escape(name) for name in (*_NAMES, _CACHE_CONFIG)) + rb")(\{[^\n]*\})? ([^\s#]+)",
+    rb"^(" + b"|".join(re.escape(name) for name in (*_NAMES, _CACHE_CONFIG, _ADAPTERS)) + rb")(\{[^\n]*\})? ([^\s#]+)",
     re.MULTILINE,
+_ADAPTERS = b"vllm:lora_requests_info"
 )
 _LABEL = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size)="([^"]{0,40})"')
 """Only the labels that are read, anchored: a general pattern takes minutes over a page made to be slow."""
 
 
 @dataclass(frozen=True, slots=True)
+_ADAPTER_LABEL = re.compile(rb'[{,](max_lora|running_lora_adapters|waiting_lora_adapters)="([^"]{0,65536})"')
 class EngineFigures:
     """One scrape of one endpoint. Counts are requests, `kv_used` 0..1, capacities tokens; None where not reported.
 
@@ -37,11 +40,15 @@ class EngineFigures:
 
     waiting: float | None = None
     running: float | None = None
+    The adapters' figures are known together, from an engine that has served one: `max_adapters` is None before.
     kv_used: float | None = None
     kv_capacity_tokens: int | None = None
     prefix_queries_tokens: float | None = None
     prefix_hits_tokens: float | None = None
     started_at_s: float | None = None
+    running_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
+    waiting_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
+    max_adapters: int | None = field(default=None, kw_only=True)
 
 
 class NotMetrics(Exception):
@@ -57,9 +64,12 @@ def parse_metrics(page: bytes) -> EngineFigures:
             capacity += _capacity_tokens(labels)
         elif (number := _number(value)) is not None:
             values.setdefault(_NAMES[name], []).append(number)
+    adapters = (-1.0, b"")
     if "running" not in values or "waiting" not in values:
         raise NotMetrics("no vllm:num_requests_running and _waiting on the page")
     return EngineFigures(
+        elif name == _ADAPTERS:
+            adapters = max(adapters, (_number(value) or 0.0, labels))
         waiting=sum(values["waiting"]),
         running=sum(values["running"]),
         kv_used=_mean(values.get("kv_used")),
@@ -67,6 +77,7 @@ def parse_metrics(page: bytes) -> EngineFigures:
         prefix_queries_tokens=_sum(values.get("prefix_queries")),
         prefix_hits_tokens=_sum(values.get("prefix_hits")),
         started_at_s=_sum(values.get("started_at")),
+        **_adapters(adapters[1]),
     )
 
 
@@ -74,6 +85,30 @@ _LARGEST_FIGURE = 1e18
 """Above any count an engine can reach, and far from where a sum of a page's lines would be infinite."""
 _LARGEST_CAPACITY_TOKENS = 1 << 40
 """A trillion tokens of KV cache: what claims more is not believed."""
+
+
+def _adapters(labels: bytes) -> dict[str, Any]:
+    """The adapters that the newest line tells of; nothing without one.
+
+    Lines of earlier moments stay on the page, each with the time it was set as its value. vLLM's waiting set repeats
+    the running one and lags behind it in what was measured, so it adds little.
+    """
+    fields = dict(_ADAPTER_LABEL.findall(labels))
+    most = fields.get(b"max_lora", b"")
+    if not most.isdigit() or len(most) > _MOST_DIGITS:
+        return {}
+    return {
+        "max_adapters": int(most),
+        "running_adapters": _names(fields.get(b"running_lora_adapters", b"")),
+        "waiting_adapters": _names(fields.get(b"waiting_lora_adapters", b"")),
+    }
+
+
+_MOST_DIGITS = 6
+
+
+def _names(joined: bytes) -> frozenset[str]:
+    return frozenset(name.strip() for name in joined.decode("utf-8", "replace").split(",") if name.strip())
 
 
 def _capacity_tokens(labels: bytes) -> int:

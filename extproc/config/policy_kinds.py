@@ -20,13 +20,14 @@ from policies.placement.peers import (
     PrebleE2Spec,
     SmgCacheAwareSpec,
 )
-from policies.placement.rotation import ConsistentHashSpec, RoundRobinSpec
+from policies.placement.rotation import ConsistentHashSpec, RoundRobinSpec, WeightedRoundRobinSpec
 from policies.placement.weighted import WeightedSpec
 
 _Spec: TypeAlias = (
     MarginalCostSpec
     | WeightedSpec
     | RoundRobinSpec
+    | WeightedRoundRobinSpec
     | ConsistentHashSpec
     | CacheAwareSpec
     | SmgCacheAwareSpec

@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 
 REMOVAL_GRACE_S = 1.0
 """Between unpicking an endpoint or a pool and dropping it from Envoy: longer than any reply is under way to Envoy."""
-_TTFT_WEIGHT = 0.1
-"""Weight of the newest first byte in an endpoint's TTFT EWMA: the last ten or so requests count."""
+_FAILURE_COUNTS_AS_S = 10.0
+"""A failed request counts as a first byte that took so long: an endpoint that fails fast must not seem fast."""
 _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
@@ -298,8 +298,7 @@ class Fleet:
         """An endpoint's first byte came after `ttft_s`."""
         slot = self.state.slot_of(address)
         if slot is not None:
-            ewma = self.state.ttft_ewma_s
-            ewma[slot] += (_TTFT_WEIGHT if ewma[slot] else 1.0) * (ttft_s - ewma[slot])
+            self.state.timed(slot, ttft_s, self._clock())
 
     def _observe(self, member: _Member, evidence: Evidence) -> None:
         before = member.lifecycle.state
@@ -307,6 +306,8 @@ class Fleet:
             after = member.lifecycle.state
             self.state.state[member.slot] = after
             self._events.endpoint_changed(member.address, before, after)
+        if evidence is Evidence.FAILED:
+            self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
             tell = log.warning if after is State.UNHEALTHY else log.info
             tell(
                 "endpoint state", endpoint=member.address, before=before.name, after=after.name,
@@ -319,7 +320,7 @@ class Fleet:
         """An endpoint answered its model list."""
         member = self._members.get(address)
         if member is not None:
-            self.state.set_models(member.slot, listing.models)
+            self.state.set_models(member.slot, listing.models, listing.adapters)
             self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
             self._observe(member, Evidence.PROBE_OK)
 
@@ -336,12 +337,19 @@ class Fleet:
         if member is None:
             return
         state, slot = self.state, member.slot
-        state.waiting[slot] = figures.waiting or 0
-        state.running[slot] = figures.running or 0
-        state.kv_used[slot] = figures.kv_used or 0
+        state.scraped(
+            slot,
+            waiting=figures.waiting or 0,
+            running=figures.running or 0,
+            kv_used=figures.kv_used or 0,
+            now_s=self._clock(),
+        )
+        if figures.max_adapters is not None:
+            state.max_adapters[slot] = figures.max_adapters
+            state.running_adapters.put(slot, figures.running_adapters)
+            state.waiting_adapters.put(slot, figures.waiting_adapters)
         if figures.prefix_queries_tokens:
             state.prefix_hit_ratio[slot] = (figures.prefix_hits_tokens or 0) / figures.prefix_queries_tokens
-        state.observed_at_s[slot] = self._clock()
         if figures.kv_capacity_tokens:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)

@@ -281,7 +281,7 @@ _ENDPOINT_GAUGES = (
     ("endpoint_kv_used_ratio", "kv_used", "KV cache in use, scraped"),
     ("endpoint_kv_capacity_tokens", "kv_capacity_tokens", "KV cache size in tokens"),
     ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
-    ("endpoint_ttft_seconds", "ttft_ewma_s", "First byte from the engine, EWMA"),
+    ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
     ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, since its start"),
 )
 

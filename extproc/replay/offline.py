@@ -272,9 +272,8 @@ class Replay:
         self._at(self._now_s + self._fleet.scrape_interval_s, self._scrape, node)
 
     def _scraped(self, node: _Node, figures: tuple[float, float, float]) -> None:
-        state, slot = self._state, node.slot
-        state.waiting[slot], state.running[slot], state.kv_used[slot] = figures
-        state.observed_at_s[slot] = self._now_s
+        waiting, running, kv_used = figures
+        self._state.scraped(node.slot, waiting=waiting, running=running, kv_used=kv_used, now_s=self._now_s)
 
     # -- disturbances
 

@@ -68,12 +68,13 @@ class SmgCacheAwareSpec(FormulaSpec):
     index_tokens: Annotated[int, Gt(0)] | None = 16_777_216
 
     def scored(self, view: View) -> Scored:
-        """Load, with those who do not hold the prefix behind those who do."""
+        """Load; the least loaded holder before all others, unless it is overloaded."""
         load = view.in_flight
         holders = _holders(view, self.cache_threshold)
-        if not holders.any() or self._overloaded(float(load[holders].min()), load):
+        chosen = float(load[holders].min()) if holders.any() else np.inf
+        if self._overloaded(chosen, load):
             return _lowest({"load": load})
-        return _lowest({"load": load, "miss": np.where(holders, 0.0, load.max() + 1)})
+        return _lowest({"miss": np.where(holders & (load == chosen), 0.0, 1 + load)})
 
     def _overloaded(self, chosen: float, load: Floats) -> bool:
         mean = float(load.mean())

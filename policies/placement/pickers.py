@@ -10,38 +10,41 @@ import numpy as np
 
 from policies.types import Floats
 
-Picker: TypeAlias = Callable[[Floats, int, Random], list[int]]
-"""(scores, length, rng) -> positions into `scores`, best first, at most `length`, no position twice."""
+Picker: TypeAlias = Callable[[Floats, int, Random, float], list[int]]
+"""(scores, length, rng, margin) -> positions into `scores`, best first, at most `length`, no position twice.
+
+Scores within `margin` of the best are equal to it.
+"""
 
 _TIE = 1e-9
 """Scores closer than this are equal: far below any weight, far above float noise."""
 
 
-def max_score(scores: Floats, length: int, rng: Random) -> list[int]:
+def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The highest scores, best first."""
     left = scores.astype(np.float64, copy=True)
     order = []
     for _ in range(min(length, len(left))):
-        position = _best(left, rng)
+        position = _best(left, rng, margin)
         order.append(position)
         left[position] = -np.inf
     return order
 
 
-def power_of_two(scores: Floats, length: int, rng: Random) -> list[int]:
+def power_of_two(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The better of two drawn at random, then the highest of the rest as fallbacks."""
     if len(scores) < 2:
         return list(range(len(scores)))[:length]
     first, second = rng.sample(range(len(scores)), 2)
-    best = first if scores[first] >= scores[second] else second
+    best = first if scores[first] >= scores[second] - margin else second
     rest = scores.astype(np.float64, copy=True)
     rest[best] = -np.inf
-    return [best, *max_score(rest, min(length, len(scores)) - 1, rng)][:length]
+    return [best, *max_score(rest, min(length, len(scores)) - 1, rng, margin)][:length]
 
 
-def _best(scores: Floats, rng: Random) -> int:
+def _best(scores: Floats, rng: Random, margin: float) -> int:
     best = int(scores.argmax())
-    tied = scores >= scores[best] - _TIE
+    tied = scores >= scores[best] - (margin + _TIE)
     count = int(np.count_nonzero(tied))
     return best if count == 1 else int(np.flatnonzero(tied)[rng.randrange(count)])
 

@@ -1,4 +1,4 @@
-"""Policies that go round: each in turn, and a hash ring with bounded load.
+"""Policies that go round: each in turn, by weight or without, and a hash ring with bounded load.
 
 They need no figures of the engines; the ring needs no memory either.
 """
@@ -33,6 +33,17 @@ class RoundRobinSpec(PolicySpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedRoundRobinSpec(PolicySpec):
+    """Nothing to say: the weights are the endpoints'."""
+
+    kind: Literal["weighted_round_robin"] = "weighted_round_robin"
+
+    def build(self, name: str) -> WeightedRoundRobin:
+        """The policy."""
+        return WeightedRoundRobin(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsistentHashSpec(PolicySpec):
     """`load_factor`: an endpoint above this multiple of the mean load is passed over."""
 
@@ -62,6 +73,29 @@ class RoundRobin:
     def committed(self, decision: Decision) -> None:
         """Remember whose turn it was."""
         self._last_slot = decision.order[0]
+
+
+class WeightedRoundRobin:
+    """Smooth weighted round robin, as nginx does it: shares by weight, and no endpoint several times on end for it.
+
+    Each turn every candidate's credit grows by its weight; the highest is served and pays the sum of the weights.
+    """
+
+    def __init__(self, name: str = "weighted_round_robin") -> None:
+        self.name = name
+        self._credit: dict[int, float] = {}
+
+    def rank(self, view: View, length: int) -> Ranking:
+        """Highest credit first."""
+        weights = view.state.weight[view.slots]
+        credit = np.array([self._credit.get(slot, 0.0) for slot in view.slots.tolist()]) + weights
+        return ranking(view, credit, {"weight": weights}, max_score(credit, length, view.rng))
+
+    def committed(self, decision: Decision) -> None:
+        """Take over the candidates' credit; who was no candidate starts anew when it is one again."""
+        made = decision.ranking
+        self._credit = dict(zip(made.candidates.tolist(), made.scores.tolist(), strict=True))
+        self._credit[decision.order[0]] -= float(made.parts["weight"].sum())
 
 
 _POINTS_PER_ENDPOINT = 64

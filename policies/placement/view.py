@@ -26,8 +26,11 @@ class View:
         "_in_flight",
         "_kv_capacity",
         "_kv_claimed",
+        "_kv_used",
         "_prompt_tokens",
+        "_running",
         "_stale",
+        "_waiting",
         "index",
         "ledger",
         "matched_tokens",
@@ -58,10 +61,13 @@ class View:
         self.index = index
         self.ledger = ledger
         self._in_flight: Floats | None = None
+        self._kv_used: Floats | None = None
         self._kv_claimed: Floats | None = None
         self._kv_capacity: Floats | None = None
         self._prompt_tokens: Floats | None = None
+        self._running: Floats | None = None
         self._stale: Mask | None = None
+        self._waiting: Floats | None = None
 
     def take(self, mask: Mask) -> View:
         """The same view over the candidates that `mask` keeps."""
@@ -110,6 +116,40 @@ class View:
         if self._stale is None:
             self._stale = self.state.stale(self.slots, self.now_s)
         return self._stale
+
+    @property
+    def waiting(self) -> Floats:
+        """Requests waiting in the engine now: the scraped level and what we have sent more or less since.
+
+        Our own requests in flight where the scrape is stale.
+        """
+        if self._waiting is None:
+            self._waiting = self._now(self.state.waiting_level, self._sent_since, self.in_flight)
+        return self._waiting
+
+    @property
+    def running(self) -> Floats:
+        """Requests in the engine's batch now, in the same way."""
+        if self._running is None:
+            self._running = self._now(self.state.running_level, self._sent_since, self.in_flight)
+        return self._running
+
+    @property
+    def kv_used(self) -> Floats:
+        """Share of the KV cache in use now, in the same way; what our prompts claim where the scrape is stale."""
+        if self._kv_used is None:
+            level = self.state.in_flight_prompt_tokens_level[self.slots]
+            since = (self.prompt_tokens_in_flight - level) / self.kv_capacity
+            self._kv_used = self._now(self.state.kv_used_level, since, self.kv_claimed)
+        return self._kv_used
+
+    @property
+    def _sent_since(self) -> Floats:
+        return self.in_flight - self.state.in_flight_level[self.slots]
+
+    def _now(self, level: Floats, since: Floats, ours: Floats) -> Floats:
+        figures = np.maximum(level[self.slots] + since, 0.0)
+        return self.fresh_or(figures, ours) if self.any_stale else figures
 
     @property
     def any_stale(self) -> bool:

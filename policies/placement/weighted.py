@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 
 from policies.placement.pickers import PICKERS
 from policies.placement.policy import PolicySpec, ranking
-from policies.placement.scorers import AFFINITY_SCORERS, SCORERS, Windows
+from policies.placement.scorers import AFFINITY_SCORERS, SCORERS, Windows, queue_depth
 from policies.placement.view import View
 from policies.types import Decision, Ranking
 
@@ -31,13 +31,19 @@ class ScorerWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSpec(PolicySpec):
-    """Scorers with their weights, a picker, the scales of the scorers and the bound on affinity."""
+    """Scorers with their weights, a picker, the scales of the scorers and the bound on affinity.
+
+    `switch_margin`: scores closer than this are equal, and chance decides. `demote_above`: an endpoint with more than
+    this share of the queue window waiting comes after all others.
+    """
 
     kind: Literal["weighted"] = "weighted"
     scorers: tuple[ScorerWeight, ...] = ()
     picker: Literal["max_score", "power_of_two"] = "max_score"
     max_affinity_share: Annotated[float, Ge(0), Le(1)] = 0.3
     spill_factor: Annotated[float, Ge(1)] = 1.25
+    switch_margin: Annotated[float, Ge(0), Le(1)] = 0.0
+    demote_above: Annotated[float, Gt(0), Le(1)] | None = None
     queue_window: Annotated[int, Gt(0)] = 10
     concurrency_window: Annotated[int, Gt(0)] = 64
 
@@ -60,6 +66,8 @@ class Weighted:
             spill_factor=spec.spill_factor,
         )
         self._pick = PICKERS[spec.picker]
+        self._margin = spec.switch_margin
+        self._demote_above = spec.demote_above
         self._scorers = [(name, weight, SCORERS[name]) for name, weight in bounded_weights(spec)]
 
     def rank(self, view: View, length: int) -> Ranking:
@@ -70,7 +78,10 @@ class Weighted:
             part = score(view, self._windows)
             parts[name] = part
             total += weight * part
-        return ranking(view, total, parts, self._pick(total, length, view.rng))
+        if self._demote_above is not None:
+            parts["demoted"] = np.where(queue_depth(view, self._windows) < 1 - self._demote_above, -1.0, 0.0)
+            total += parts["demoted"]
+        return ranking(view, total, parts, self._pick(total, length, view.rng, self._margin))
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""

@@ -112,7 +112,7 @@ def test_a_good_request_is_counted_and_told() -> None:
     house.flights.on_completion(completion(flight.request_id, SECOND, usage=Usage(30, 8, 16)))
     assert house.value("completions_total", pool="p", outcome="ok") == 1
     assert house.value("ttft_seconds_sum", pool="p") == 0.5
-    assert house.state.ttft_ewma_s[house.state.slot_of(SECOND)] == 0.5
+    assert house.state.ttft_1m_s[house.state.slot_of(SECOND)] == 0.5
     assert house.value("request_seconds_sum", pool="p") == 2.0
     tokens = {
         kind: house.value("usage_tokens_total", pool="p", kind=kind) for kind in ("prompt", "cached", "completion")

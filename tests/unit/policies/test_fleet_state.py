@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -122,3 +124,55 @@ class SlotMachine(RuleBasedStateMachine):
 
 TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_level_follows_its_figure_with_time() -> None:
+    """The first scrape is believed whole; later ones by how long it is since the one before."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    state.scraped(slot, waiting=4, running=8, kv_used=0.5, now_s=10.0)
+    assert (state.waiting_level[slot], state.kv_used_level[slot]) == (4, 0.5)
+    state.scraped(slot, waiting=9, running=8, kv_used=0.5, now_s=15.0)
+    assert state.waiting[slot] == 9
+    assert state.waiting_level[slot] == pytest.approx(9 - 5 * math.exp(-1))
+
+
+def test_our_own_counts_are_smoothed_by_the_same_measure() -> None:
+    """So that their difference from the level is what has changed since."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    state.scraped(slot, waiting=0, running=0, kv_used=0, now_s=0.0)
+    state.reserve(slot, prompt_tokens=100, uncached_tokens=100)
+    assert (state.in_flight_level[slot], state.in_flight_prompt_tokens_level[slot]) == (0, 0)
+    state.scraped(slot, waiting=0, running=1, kv_used=0, now_s=1e3)
+    assert (state.in_flight_level[slot], state.in_flight_prompt_tokens_level[slot]) == pytest.approx((1, 100))
+
+
+def test_the_last_minutes_first_bytes_count_most() -> None:
+    """Five at once make a plain mean; a minute later they count 1/e beside a new one, in the five-minute mean more."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:80")
+    for ttft_s in (1.0, 2.0, 3.0):
+        state.timed(slot, ttft_s, 100.0)
+    assert state.ttft_1m_s[slot] == state.ttft_5m_s[slot] == pytest.approx(2.0)
+    state.timed(slot, 0.0, 160.0)
+    assert state.ttft_1m_s[slot] == pytest.approx(6 / (3 + math.e))
+    assert state.ttft_5m_s[slot] == pytest.approx(6 / (3 + math.exp(0.2)))
+
+
+def test_adapters_are_forgotten_with_the_endpoint() -> None:
+    """Whoever gets the slot next runs none of them."""
+    state = FleetState(max_endpoints=1)
+    slot = state.add("10.0.0.1:80")
+    state.running_adapters.put(slot, frozenset({"fr"}))
+    assert state.running_adapters.having("fr", 1).tolist() == [True]
+    state.remove(slot)
+    assert state.running_adapters.having("fr", 1).tolist() == [False]
+
+
+def test_what_only_we_make_sense_of_is_not_shown() -> None:
+    """The admin API shows figures, not the weights behind them."""
+    state = FleetState()
+    shown = state.snapshot(state.add("10.0.0.1:80"))
+    assert {"waiting", "ttft_1m_s", "weight"} <= set(shown)
+    assert not {name for name in shown if name.endswith(("_level", "_weight"))}

@@ -24,7 +24,7 @@ def test_models_and_adapters_are_names_alike() -> None:
         {"id": "tiny", "object": "model", "max_model_len": 4096, "root": "/models/tiny", "parent": None},
         {"id": "lora", "object": "model", "max_model_len": None, "root": "/lora", "parent": "tiny"},
     )
-    assert read == Listing(frozenset({"tiny", "lora"}), 4096)
+    assert read == Listing(frozenset({"tiny", "lora"}), 4096, frozenset({"lora"}))
 
 
 def test_the_largest_window_counts() -> None:

@@ -178,3 +178,22 @@ def test_two_negatives_make_no_capacity() -> None:
         b'vllm:cache_config_info{block_size="-16",num_gpu_blocks="-5"} 1\n'
     )
     assert parse_metrics(page).kv_capacity_tokens is None
+
+
+def _adapters(running: str, waiting: str, value: float, most: str = "2") -> bytes:
+    labels = f'max_lora="{most}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+    return f"vllm:lora_requests_info{{{labels}}} {value}\n".encode()
+
+
+def test_the_newest_line_tells_of_the_adapters() -> None:
+    """Lines of earlier moments stay on the page; the value is the time."""
+    page = LINES + _adapters("l1,l2", "l3", 1.79e9) + _adapters("l9", "", 1.78e9)
+    read = parse_metrics(page)
+    assert (read.running_adapters, read.waiting_adapters, read.max_adapters) == ({"l1", "l2"}, {"l3"}, 2)
+
+
+@pytest.mark.parametrize("most", ["", "-1", "many", "9" * 400])
+def test_adapters_without_a_sensible_bound_are_not_known(most: str) -> None:
+    """What an engine cannot say, it does not say in part."""
+    read = parse_metrics(LINES + _adapters("l1", "", 1.0, most))
+    assert (read.running_adapters, read.max_adapters) == (frozenset(), None)

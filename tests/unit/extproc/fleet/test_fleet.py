@@ -747,8 +747,14 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "in_flight_prompt_tokens": 300,
         "in_flight_uncached_tokens": 300,
         "error_ewma": 0.0,
-        "ttft_ewma_s": 0.0,
+        "ttft_1m_s": 0.0,
+        "ttft_5m_s": 0.0,
         "prefix_hit_ratio": 0.0,
+        "weight": 1.0,
+        "cost": 0.0,
+        "remote": False,
+        "max_adapters": 0.0,
+        "traffic_share": 1.0,
         "indexed_tokens": {"m": 300},
     }
 
@@ -764,12 +770,33 @@ def test_an_endpoint_that_never_answers_is_told_once(house: House) -> None:
 
 
 def test_an_endpoints_first_bytes_are_averaged(house: House) -> None:
-    """The first one counts whole, later ones a tenth; an address that left is no matter."""
+    """Over a minute and over five; an address that left is no matter."""
     house.bring_up("m", A)
     house.fleet.served_after(A, 2.0)
     house.fleet.served_after(A, 1.0)
     house.fleet.served_after("10.9.9.9:1", 9.0)
-    assert house.state.ttft_ewma_s[house.slot(A)] == pytest.approx(1.9)
+    assert house.state.ttft_1m_s[house.slot(A)] == pytest.approx(1.5)
+    house.now_s += 60
+    house.fleet.served_after(A, 0.0)
+    assert house.state.ttft_1m_s[house.slot(A)] == pytest.approx(3 / (2 + math.e))
+    assert house.state.ttft_5m_s[house.slot(A)] > 0.9
+
+
+def test_a_failure_counts_as_a_slow_answer(house: House) -> None:
+    """An endpoint that fails at once must not draw traffic as the fastest one."""
+    house.bring_up("m", A)
+    house.fleet.observe(A, Evidence.FAILED)
+    assert house.state.ttft_1m_s[house.slot(A)] == 10.0
+
+
+def test_the_adapters_of_an_engine_are_known(house: House) -> None:
+    """Those it lists from its model list, those it runs from its metrics."""
+    house.bring_up("m", A)
+    house.fleet.listed_models(A, Listing(frozenset({"m", "fr"}), None, frozenset({"fr"})))
+    house.fleet.scraped(A, EngineFigures(running_adapters=frozenset({"fr"}), max_adapters=2))
+    slot = house.slot(A)
+    assert (house.state.adapters.of(slot), house.state.running_adapters.of(slot)) == ({"fr"}, {"fr"})
+    assert house.state.max_adapters[slot] == 2
 
 
 def test_the_engines_own_hit_ratio_is_told(house: House) -> None:

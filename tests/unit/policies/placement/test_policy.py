@@ -12,7 +12,7 @@ from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.prefix_index import PrefixIndex
-from policies.placement.rotation import ConsistentHash, RoundRobin
+from policies.placement.rotation import ConsistentHash, RoundRobin, WeightedRoundRobin
 from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec, bounded_weights
 from policies.types import Choice, Decision, InferenceRequest
 
@@ -113,6 +113,56 @@ def test_round_robin_takes_turns_and_skips_who_is_out(state: FleetState, request
     state.state[1] = State.UNHEALTHY
     rng = Random(1)
     assert [_place(placement, request_of(), state, rng).order[0] for _ in range(6)] == [0, 2, 3, 0, 2, 3]
+
+
+def test_turns_by_weight_are_interleaved(state: FleetState, request_of: Requests) -> None:
+    """5, 1, 1 as nginx serves them: a a b a c a a, with chance between the two equals, and again from the start."""
+    state.weight[:4] = [5, 1, 1, 1]
+    state.state[3] = State.UNHEALTHY
+    placement, rng = _placement(WeightedRoundRobin()), Random(1)
+    turns = [_place(placement, request_of(), state, rng).order[0] for _ in range(14)]
+    assert Counter(turns) == {0: 10, 1: 2, 2: 2}
+    assert [turn == 0 for turn in turns[:7]] == [True, True, False, True, False, True, True]
+    assert turns[:7] != [0] * 5 + [1, 2]
+
+
+def test_choosing_takes_no_turn(state: FleetState, request_of: Requests) -> None:
+    """Only what is carried out is paid for."""
+    placement = _placement(WeightedRoundRobin())
+    state.weight[:4] = [2, 1, 1, 1]
+    for _ in range(5):
+        decision = placement.choose(request_of(), state, 0.0, Random(1))
+        assert isinstance(decision, Decision)
+        assert decision.order[0] == 0
+
+
+def test_leads_within_the_margin_are_none(state: FleetState, request_of: Requests) -> None:
+    """One request of 64 more is 0.016: within 0.02 chance decides, and it decides by the score beyond."""
+    state.in_flight[:4] = [0, 1, 1, 2]
+
+    def firsts(margin: float) -> set[int]:
+        spec = WeightedSpec(scorers=(ScorerWeight(name="least_request"),), switch_margin=margin)
+        placement = _placement(Weighted(spec))
+        chosen = (placement.choose(request_of(), state, 0.0, Random(n)) for n in range(60))
+        return {decision.order[0] for decision in chosen if isinstance(decision, Decision)}
+
+    assert firsts(0.0) == {0}
+    assert firsts(0.02) == {0, 1, 2}
+
+
+def test_the_overfull_come_last(state: FleetState, request_of: Requests) -> None:
+    """Six of ten waiting is more than half the window: behind one that scores less, but still on the list."""
+    for slot in range(4):
+        state.scraped(slot, waiting=6 if slot == 0 else 0, running=0, kv_used=0.1 if slot == 0 else 0.9, now_s=1e3)
+
+    def first(demote_above: float | None) -> int:
+        spec = WeightedSpec(scorers=(ScorerWeight(name="kv_usage"),), demote_above=demote_above)
+        decision = _placement(Weighted(spec)).choose(request_of(), state, 1e3, Random(1), length=4)
+        assert isinstance(decision, Decision)
+        assert set(decision.order) == {0, 1, 2, 3}
+        return decision.order.index(0)
+
+    assert (first(None), first(0.5)) == (0, 3)
 
 
 def test_a_session_stays_on_its_place_on_the_ring(state: FleetState, request_of: Requests) -> None:
