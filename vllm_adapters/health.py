@@ -17,10 +17,10 @@ class _Model(msgspec.Struct):
     id: str
     owned_by: Any = None
     max_model_len: Any = None
+    parent: Any = None
 
 
 class _Models(msgspec.Struct):
-    parent: Any = None
     data: list[_Model]
 
 
@@ -30,10 +30,10 @@ class Listing:
 
     models: frozenset[str]
     context_tokens: int | None
+    adapters: frozenset[str] = frozenset()
 
 
 OURSELVES = "pointsman"
-    adapters: frozenset[str] = frozenset()
 """Who owns the models of a list that a Pointsman answers."""
 
 

@@ -21,34 +21,34 @@ _NAMES = {
     b"process_start_time_seconds": "started_at",
 }
 _CACHE_CONFIG = b"vllm:cache_config_info"
+_ADAPTERS = b"vllm:lora_requests_info"
 _LINE = re.compile(
     rb"^(" + b"|".join(re.escape(name) for name in (*_NAMES, _CACHE_CONFIG, _ADAPTERS)) + rb")(\{[^\n]*\})? ([^\s#]+)",
     re.MULTILINE,
-_ADAPTERS = b"vllm:lora_requests_info"
 )
 _LABEL = re.compile(rb'[{,](kv_cache_size_tokens|num_gpu_blocks|block_size)="([^"]{0,40})"')
 """Only the labels that are read, anchored: a general pattern takes minutes over a page made to be slow."""
+_ADAPTER_LABEL = re.compile(rb'[{,](max_lora|running_lora_adapters|waiting_lora_adapters)="([^"]{0,65536})"')
 
 
 @dataclass(frozen=True, slots=True)
-_ADAPTER_LABEL = re.compile(rb'[{,](max_lora|running_lora_adapters|waiting_lora_adapters)="([^"]{0,65536})"')
 class EngineFigures:
     """One scrape of one endpoint. Counts are requests, `kv_used` 0..1, capacities tokens; None where not reported.
 
     `prefix_queries_tokens`, `prefix_hits_tokens` are counters since the engine's start at `started_at_s` (Unix time).
+    The adapters' figures are known together, from an engine that has served one: `max_adapters` is None before.
     """
 
     waiting: float | None = None
     running: float | None = None
-    The adapters' figures are known together, from an engine that has served one: `max_adapters` is None before.
     kv_used: float | None = None
+    running_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
+    waiting_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
+    max_adapters: int | None = field(default=None, kw_only=True)
     kv_capacity_tokens: int | None = None
     prefix_queries_tokens: float | None = None
     prefix_hits_tokens: float | None = None
     started_at_s: float | None = None
-    running_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
-    waiting_adapters: frozenset[str] = field(default=frozenset(), kw_only=True)
-    max_adapters: int | None = field(default=None, kw_only=True)
 
 
 class NotMetrics(Exception):
@@ -59,32 +59,26 @@ def parse_metrics(page: bytes) -> EngineFigures:
     """Read one /metrics page. Raises NotMetrics."""
     values: dict[str, list[float]] = {}
     capacity = 0
+    adapters = (-1.0, b"")
     for name, labels, value in _LINE.findall(page):
         if name == _CACHE_CONFIG:
             capacity += _capacity_tokens(labels)
+        elif name == _ADAPTERS:
+            adapters = max(adapters, (_number(value) or 0.0, labels))
         elif (number := _number(value)) is not None:
             values.setdefault(_NAMES[name], []).append(number)
-    adapters = (-1.0, b"")
     if "running" not in values or "waiting" not in values:
         raise NotMetrics("no vllm:num_requests_running and _waiting on the page")
     return EngineFigures(
-        elif name == _ADAPTERS:
-            adapters = max(adapters, (_number(value) or 0.0, labels))
         waiting=sum(values["waiting"]),
         running=sum(values["running"]),
+        **_adapters(adapters[1]),
         kv_used=_mean(values.get("kv_used")),
         kv_capacity_tokens=capacity or None,
         prefix_queries_tokens=_sum(values.get("prefix_queries")),
         prefix_hits_tokens=_sum(values.get("prefix_hits")),
         started_at_s=_sum(values.get("started_at")),
-        **_adapters(adapters[1]),
     )
-
-
-_LARGEST_FIGURE = 1e18
-"""Above any count an engine can reach, and far from where a sum of a page's lines would be infinite."""
-_LARGEST_CAPACITY_TOKENS = 1 << 40
-"""A trillion tokens of KV cache: what claims more is not believed."""
 
 
 def _adapters(labels: bytes) -> dict[str, Any]:
@@ -109,6 +103,12 @@ _MOST_DIGITS = 6
 
 def _names(joined: bytes) -> frozenset[str]:
     return frozenset(name.strip() for name in joined.decode("utf-8", "replace").split(",") if name.strip())
+
+
+_LARGEST_FIGURE = 1e18
+"""Above any count an engine can reach, and far from where a sum of a page's lines would be infinite."""
+_LARGEST_CAPACITY_TOKENS = 1 << 40
+"""A trillion tokens of KV cache: what claims more is not believed."""
 
 
 def _capacity_tokens(labels: bytes) -> int:

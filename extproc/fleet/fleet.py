@@ -293,6 +293,8 @@ class Fleet:
             ewma = self.state.error_ewma
             ewma[member.slot] += _ERROR_WEIGHT * ((evidence is Evidence.FAILED) - ewma[member.slot])
         self._observe(member, evidence)
+        if evidence is Evidence.FAILED:
+            self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
 
     def served_after(self, address: str, ttft_s: float) -> None:
         """An endpoint's first byte came after `ttft_s`."""
@@ -306,8 +308,6 @@ class Fleet:
             after = member.lifecycle.state
             self.state.state[member.slot] = after
             self._events.endpoint_changed(member.address, before, after)
-        if evidence is Evidence.FAILED:
-            self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
             tell = log.warning if after is State.UNHEALTHY else log.info
             tell(
                 "endpoint state", endpoint=member.address, before=before.name, after=after.name,
