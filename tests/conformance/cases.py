@@ -18,6 +18,7 @@ from house import P, address
 
 THREE = (P(0, 3, 0.2), P(1, 0, 0.1), P(2, 10, 0.2))
 EQUAL = (P(0), P(1), P(2))
+_SHOWN = ("shows_path",)
 OPERATOR_PATHS = {"routing": {"paths": [{"prefix": "/custom", "pool": "chat"}]}}
 
 
@@ -104,7 +105,7 @@ LOAD = (
     Case("only who is ready", post(chat()), Routed((2,)), (P(0, ready=False), P(1, ready=False), P(2, 50, 0.9))),
     Case("nobody is ready", post(chat()), NOBODY, (P(0, ready=False),)),
     Case("no endpoints", post(chat()), NOBODY, ()),
-    Case("no endpoints, no body", get("/custom/a"), NOBODY, (), OPERATOR_PATHS, ("shows_path",)),
+    Case("no endpoints, no body", get("/custom/a"), NOBODY, (), OPERATOR_PATHS, _SHOWN),
 )  # fmt: skip
 
 # -- the subset a gateway allows
@@ -166,7 +167,7 @@ BODIES = (
          post(gzip.compress(_LONG.replace(b"base", b"gpt-4o")), headers=(("content-encoding", "gzip"),)),
          Routed(body=_LONG, removed=("content-encoding",))),
     Case("an unknown encoding", post(chat(), headers=(("content-encoding", "br"),)),
-         _invalid("unsupported_encoding", 415), needs=("shows_path",)),
+         _invalid("unsupported_encoding", 415), needs=_SHOWN),
     Case("larger than allowed", post(*cut(_LONG, 10_000)), _invalid("body_too_large", 413),
          config={"limits": {"request_body_bytes": 100_000}}),
     Case("said to be larger than allowed", post(chat(), headers=(("content-length", "100001"),)),
@@ -190,9 +191,10 @@ PIECES = (
       for name, pieces in _PIECES.items()),
     *(Case(f"alias, body {name}", post(*cut(chat("gpt-4o"), size)), Routed(body=chat()))
       for name, size in (("in two", 14), ("byte by byte", 1))),
-    Case("trailers after the body", post(*cut(chat(), 9), trailers=True), Routed(), needs=("shows_path",)),
-    Case("trailers after an empty piece", post(chat(), b"", trailers=True), Routed(), needs=("shows_path",)),
-    Case("trailers after a broken body", post(b"{", trailers=True), BROKEN, needs=("shows_path",)),
+    Case("an empty body by a path", post(b"", path="/custom/a"), Routed(), config=OPERATOR_PATHS, needs=_SHOWN),
+    Case("trailers after the body", post(*cut(chat(), 9), trailers=True), Routed(), needs=_SHOWN),
+    Case("trailers after an empty piece", post(chat(), b"", trailers=True), Routed(), needs=_SHOWN),
+    Case("trailers after a broken body", post(b"{", trailers=True), BROKEN, needs=_SHOWN),
     Case("trailers instead of a body", post(trailers=True), _invalid("empty_body"), needs=("sends_trailers",)),
     Case("trailers instead of a body, by a path", post(trailers=True, path="/custom/a"), Routed(),
          config=OPERATOR_PATHS, needs=("streams",)),
@@ -200,7 +202,6 @@ PIECES = (
 
 # -- what paths and headers say
 
-_SHOWN = ("shows_path",)
 _TWICE = (("x-session-id", "a"), ("cookie", "a=1"), ("cookie", "b=2"), ("x-custom", "1"), ("x-custom", "2"))
 PATHS = (
     Case("GET is decided at its headers", get("/custom/a?b=c"), Routed((1,)), THREE, OPERATOR_PATHS, _SHOWN),

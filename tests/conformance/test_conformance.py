@@ -487,6 +487,7 @@ async def test_a_reset_while_a_body_is_inflated_gives_everything_back(serve: Ser
         await house.is_empty()
 
 
+UPGRADES = Gateway("upgrades", "NONE")
 _NOT_A_MESSAGE = b"\xff\xff"
 _NEWER = b"\x92\x03\x00"  # field 50: a kind of message that there is not yet
 _TURNS: dict[str, tuple[list[ext_proc.ProcessingRequest | bytes], str, str]] = {
@@ -507,6 +508,10 @@ _TURNS: dict[str, tuple[list[ext_proc.ProcessingRequest | bytes], str, str]] = {
     ),
     "a body piece after the end": (
         [*ISTIO.request(post(chat())), body_of("request_body", b"", True)], "INVALID_ARGUMENT", "after the decision"
+    ),
+    "a body in a mode without bodies": (
+        [UPGRADES.headers(Asked((b"x",), "/v1/realtime?model=base", "GET")), body_of("request_body", b"{}", True)],
+        "INVALID_ARGUMENT", "after the decision",
     ),
     "a body after a request without one": (
         [OWN.headers(get("/custom/a")), body_of("request_body", b"{}", True)], "INVALID_ARGUMENT", "after the decision"
