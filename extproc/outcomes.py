@@ -11,6 +11,9 @@ from extproc.observe.metrics import Metrics
 from policies.lifecycle import Evidence
 
 
+_UNFIT = "status_500"
+
+
 class Outcomes:
     """The FlightEvents of a running system."""
 
@@ -27,7 +30,7 @@ class Outcomes:
         """An endpoint could not serve the request."""
         if self._fleet.state.slot_of(address) is not None:
             self._metrics.attempt_failed(address, why)
-            self._fleet.observe(address, Evidence.FAILED)
+            self._fleet.observe(address, Evidence.UNFIT if why == _UNFIT else Evidence.FAILED)
 
     def settled(self, flight: Flight, completion: Completion) -> None:
         """The access-log entry came."""

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 
 MODELS_PATH = "/v1/models"
+TRIAL_PATH = "/v1/completions"
+TRIAL_HEADERS = {"x-pointsman-probe": "trial"}
+"""So that who reads an engine's log can tell our requests from others."""
 
 
 class _Model(msgspec.Struct):
@@ -33,6 +36,17 @@ class Listing:
     adapters: frozenset[str] = frozenset()
 
 
+def trial_of(model: str) -> dict[str, Any]:
+    """The smallest generation there is."""
+    return {"model": model, "prompt": "a", "max_tokens": 1}
+
+
+def trial_passed(status: int) -> bool:
+    """Whether the engine is at work. One that does not generate refuses us with 4xx, and is at work too."""
+    return status < _SERVER_ERROR
+
+
+_SERVER_ERROR = 500
 OURSELVES = "pointsman"
 """Who owns the models of a list that a Pointsman answers."""
 

@@ -19,6 +19,9 @@ _NAMES = {
     b"vllm:prefix_cache_queries_total": "prefix_queries",
     b"vllm:prefix_cache_hits_total": "prefix_hits",
     b"process_start_time_seconds": "started_at",
+    b"vllm:iteration_tokens_total_count": "steps",
+    b"vllm:generation_tokens_total": "generated",
+    b"vllm:prompt_tokens_total": "prefilled",
 }
 _CACHE_CONFIG = b"vllm:cache_config_info"
 _ADAPTERS = b"vllm:lora_requests_info"
@@ -35,6 +38,7 @@ _ADAPTER_LABEL = re.compile(rb'[{,](max_lora|running_lora_adapters|waiting_lora_
 class EngineFigures:
     """One scrape of one endpoint. Counts are requests, `kv_used` 0..1, capacities tokens; None where not reported.
 
+    `progress`: grows with every step, or where steps are not counted with every token.
     `prefix_queries_tokens`, `prefix_hits_tokens` are counters since the engine's start at `started_at_s` (Unix time).
     The adapters' figures are known together, from an engine that has served one: `max_adapters` is None before.
     """
@@ -49,6 +53,7 @@ class EngineFigures:
     prefix_queries_tokens: float | None = None
     prefix_hits_tokens: float | None = None
     started_at_s: float | None = None
+    progress: float | None = None
 
 
 class NotMetrics(Exception):
@@ -78,6 +83,7 @@ def parse_metrics(page: bytes) -> EngineFigures:
         prefix_queries_tokens=_sum(values.get("prefix_queries")),
         prefix_hits_tokens=_sum(values.get("prefix_hits")),
         started_at_s=_sum(values.get("started_at")),
+        progress=_sum(values.get("steps") or [*values.get("generated", ()), *values.get("prefilled", ())]),
     )
 
 

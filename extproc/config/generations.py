@@ -19,6 +19,10 @@ from extproc.request.tokens import TokenRates
 from vllm_adapters.health import OURSELVES
 
 
+_DRAIN_STATUS = 500
+"""What vLLM answers to new requests once it has got SIGTERM, before any byte of an answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a model name leads: the pool, and the name its engines know."""
@@ -73,17 +77,18 @@ class Generation:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
         length = 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
-        return Target(pool, model, rates, length, wire.endpoint_list == "list", self._retry_headers())
+        return Target(pool, model, rates, length, wire.endpoint_list == "list", self._retry_headers(pool))
 
-    def _retry_headers(self) -> tuple[tuple[str, str], ...]:
+    def _retry_headers(self, pool: Pool) -> tuple[tuple[str, str], ...]:
         """Retries as request headers: the same in our own Envoy, and in one whose routes are not ours."""
         retries = self.config.retries
         if not retries.attempts:
             return (("x-envoy-max-retries", "0"),)
+        statuses = sorted({*retries.statuses, *((_DRAIN_STATUS,) if pool.retry_500 else ())})
         return (
             ("x-envoy-max-retries", str(retries.attempts)),
             ("x-envoy-retry-on", RETRY_ON),
-            ("x-envoy-retriable-status-codes", ",".join(map(str, retries.statuses))),
+            ("x-envoy-retriable-status-codes", ",".join(map(str, statuses))),
         )
 
     @cached_property

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from extproc.config.policy_kinds import Policy
+from extproc.names import STRIPPED_HEADERS
 from policies.placement.profiles import Profile
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
@@ -33,11 +34,9 @@ ModelName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,256}$
 Share = Annotated[float, Field(ge=0, le=1)]
 RuleHeader = Annotated[
     str,
-    StringConstraints(
-        pattern=r"^x-(gateway|pointsman)-[a-z0-9-]{1,60}$"
-    ),
+    StringConstraints(pattern=r"^x-(gateway|pointsman)-[a-z0-9-]{1,60}$"),
 ]
-"""Envoy shows us these whatever the config says, and lets clients send them; others would never match."""
+"""Envoy shows us these whatever the config says; others would never match."""
 
 
 def check_address(value: str) -> str:
@@ -111,7 +110,9 @@ class Listen(Model):
 
 Port = Annotated[int, Field(gt=0, le=_LAST_PORT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$", max_length=254)]
+HostName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$", max_length=254)
+]
 RecordType = Literal["A", "AAAA", "SRV"]
 
 
@@ -150,12 +151,76 @@ class Dns(Model):
         return self
 
 
+LabelSelector = Annotated[str, StringConstraints(min_length=1, max_length=4_096)]
+ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+
+
+def _check_port_or_name(value: int | str | None) -> int | str | None:
+    if isinstance(value, int) and not 0 < value <= _LAST_PORT:
+        raise ValueError(f"a port is 1-{_LAST_PORT}, or the name of a container's port")
+    if isinstance(value, str) and not re.fullmatch(r"[a-z0-9-]*[a-z][a-z0-9-]*", value):
+        raise ValueError("the name of a port is of a-z, 0-9 and -, with a letter in it")
+    return value
+
+
+class Pods(Model):
+    """Pods by their labels."""
+
+    selector: LabelSelector = Field(description="as kubectl -l takes it, for example app=vllm,sleeping!=true")
+    port: int | str = Field(description="number, or name of a container's port")
+
+    _ports = field_validator("port")(_check_port_or_name)
+
+
+class EndpointSlices(Model):
+    """What a Service selects."""
+
+    service: ObjectName
+    port: int | str | None = Field(None, description="name or number of the target port, if there are several")
+
+    _ports = field_validator("port")(_check_port_or_name)
+
+
+class InferencePool(Model):
+    """Pods as an InferencePool selects them, each of its target ports an endpoint."""
+
+    name: ObjectName
+
+
+class Kubernetes(Model):
+    """Endpoints from a Kubernetes API server, watched: exactly one of pods, endpoint_slices, inference_pool."""
+
+    namespace: ObjectName | None = Field(None, description="none: our own pod's; outside of a cluster `default`")
+    pods: Pods | None = None
+    endpoint_slices: EndpointSlices | None = None
+    inference_pool: InferencePool | None = None
+    ip_family: Literal["any", "IPv4", "IPv6"] = Field("any", description="of engines that have both; any: their first")
+    api_server: Annotated[str, StringConstraints(pattern=r"^https?://[^/?#@]+/?$")] | None = Field(
+        None, description="none: the cluster we run in"
+    )
+    ca_file: Path | None = Field(None, description="who signed the API server's certificate; none: as api_server")
+    token_file: Path | None = Field(None, description="read for each request, since it rotates; none: as api_server")
+    max_objects: Positive = Field(5_000, description="pods or slices; more are not read at all")
+    watch_s: Seconds = Field(
+        60, description="how long one watch lasts; a dead connection is noticed then at the latest"
+    )
+    timeout_s: Seconds = Field(15, description="for one answer that is not a watch")
+    retry_max_s: Seconds = Field(30, description="longest pause after failures")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if [self.pods, self.endpoint_slices, self.inference_pool].count(None) != 2:
+            raise ValueError("give exactly one of: pods, endpoint_slices, inference_pool")
+        return self
+
+
 class Endpoints(Model):
     """Where a pool's endpoints come from: exactly one source."""
 
     static: tuple[str, ...] | None = None
     file: Path | None = Field(None, description="YAML or JSON list of IP:port, watched; relative to the config file")
     dns: Dns | None = None
+    kubernetes: Kubernetes | None = None
 
     @field_validator("static")
     @classmethod
@@ -169,8 +234,8 @@ class Endpoints(Model):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if [self.static, self.file, self.dns].count(None) != 2:
-            raise ValueError("give exactly one of: static, file, dns")
+        if [self.static, self.file, self.dns, self.kubernetes].count(None) != 3:
+            raise ValueError("give exactly one of: static, file, dns, kubernetes")
         return self
 
 
@@ -186,6 +251,7 @@ class Pool(Model):
     policy: str | Policy = "default"
     cluster: str | None = Field(None, description="Envoy cluster, if not ours; default: pool_<name>")
     protocol: Literal["http", "grpc"] = Field("http", description="what the engines speak, always in plaintext")
+    retry_500: bool = Field(True, description="a 500 before any byte of the answer: vLLM's while it shuts down")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
     hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
     bytes_per_token: float = Field(4.0, gt=0)
@@ -215,6 +281,13 @@ class PathRule(Model):
     headers: dict[RuleHeader, str] = Field(
         default_factory=dict, description="the request must carry these, with exactly these values"
     )
+
+    @field_validator("headers")
+    @classmethod
+    def _clients_may_send(cls, headers: dict[str, str]) -> dict[str, str]:
+        if removed := sorted(headers.keys() & set(STRIPPED_HEADERS)):
+            raise ValueError(f"removed from what clients send, so it never matches: {', '.join(removed)}")
+        return headers
 
 
 class Routing(Model):
@@ -270,7 +343,7 @@ class Scrape(Model):
 
 
 class Probe(Model):
-    """Asking every endpoint for its model list."""
+    """Asking every endpoint for its model list; and one that takes no traffic for a generation of one token."""
 
     interval_ms: Positive = 500
     timeout_ms: Positive = 2_000
@@ -281,6 +354,12 @@ class Probe(Model):
         ge=0,
         le=60_000,
         description="failed requests keep an endpoint out for this, doubled with each fall in a row",
+    )
+    trial: bool = Field(True, description="an endpoint takes traffic only once a generation of ours was answered")
+    trial_timeout_ms: Positive = 10_000
+    no_progress_ms: Positive = Field(10_000, description="an engine with requests that does no step for this is stuck")
+    warm_up_requests: int = Field(
+        0, ge=0, le=1_000_000, description="a cold engine's share of the traffic grows over so many"
     )
 
 

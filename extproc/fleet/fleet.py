@@ -63,7 +63,10 @@ class FleetEvents(Protocol):
 class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
-    __slots__ = ("address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "run", "slot")
+    __slots__ = (
+        "address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "progress",
+        "progress_at_s", "run", "slot",
+    )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
         self.address = address
@@ -74,6 +77,8 @@ class _Member:
         self.leaving: dict[str, float] = {}  # pool -> when it stops being published
         self.drained_by: set[str] = set()  # the operator, and pools whose sources say that it is shutting down
         self.capacity_tokens: int | None = None  # as the engine reports it
+        self.progress: float | None = None  # what the engine counts as it works, when last it changed
+        self.progress_at_s = -math.inf
         self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
 
@@ -84,7 +89,11 @@ def _after_silence(lifecycle: Lifecycle) -> bool:
 
 
 class Fleet:
-    """All endpoints of all pools. `on_assignments` is called whenever what Envoy should know has changed."""
+    """All endpoints of all pools.
+
+    `on_assignments` is called whenever what Envoy should know has changed, `on_suspicion` with the address of an
+    endpoint that should be asked at once how it is.
+    """
 
     def __init__(
         self,
@@ -98,11 +107,13 @@ class Fleet:
         self._events = events
         self._clock = clock
         self.on_assignments = on_assignments
+        self.on_suspicion: Callable[[str], None] = lambda _address: None
         self._members: dict[str, _Member] = {}
         self._pools: dict[str, Pool] = {}
         self._synced: set[str] = set()
         self._leaving_clusters: dict[str, tuple[float, frozenset[str]]] = {}
         self._thresholds = Thresholds()
+        self._no_progress_s = math.inf
 
     # -- configuration and discovery
 
@@ -110,7 +121,10 @@ class Fleet:
         """Take a new generation: pools come and go, policies change, indexes and counts stay."""
         config = generation.config
         probe = config.probe
-        self._thresholds = Thresholds(probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000)
+        self._thresholds = Thresholds(
+            probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
+        )
+        self._no_progress_s = probe.no_progress_ms / 1000
         for member in self._members.values():
             member.lifecycle.thresholds = self._thresholds
         published = self.assignments()
@@ -289,9 +303,9 @@ class Fleet:
         if evidence in (Evidence.DRAIN, Evidence.UNDRAIN):
             self._hold(member, _OPERATOR, drain=evidence is Evidence.DRAIN)
             return
-        if evidence in (Evidence.SERVED, Evidence.FAILED):
+        if evidence in (Evidence.SERVED, Evidence.FAILED, Evidence.UNFIT):
             ewma = self.state.error_ewma
-            ewma[member.slot] += _ERROR_WEIGHT * ((evidence is Evidence.FAILED) - ewma[member.slot])
+            ewma[member.slot] += _ERROR_WEIGHT * ((evidence is not Evidence.SERVED) - ewma[member.slot])
         self._observe(member, evidence)
         if evidence is Evidence.FAILED:
             self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
@@ -304,7 +318,9 @@ class Fleet:
 
     def _observe(self, member: _Member, evidence: Evidence) -> None:
         before = member.lifecycle.state
-        if member.lifecycle.observe(evidence, self._clock()):
+        changed = member.lifecycle.observe(evidence, self._clock())
+        self.state.traffic_share[member.slot] = member.lifecycle.share
+        if changed:
             after = member.lifecycle.state
             self.state.state[member.slot] = after
             self._events.endpoint_changed(member.address, before, after)
@@ -313,6 +329,8 @@ class Fleet:
                 "endpoint state", endpoint=member.address, before=before.name, after=after.name,
                 reason=member.lifecycle.reason,
             )  # fmt: skip
+            if evidence is Evidence.UNFIT:
+                self.on_suspicion(member.address)
         elif _after_silence(member.lifecycle):
             log.warning("endpoint does not answer", endpoint=member.address, reason=member.lifecycle.reason)
 
@@ -322,7 +340,19 @@ class Fleet:
         if member is not None:
             self.state.set_models(member.slot, listing.models, listing.adapters)
             self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
-            self._observe(member, Evidence.PROBE_OK)
+            known = self.served_models(address, listing)
+            self._observe(member, Evidence.PROBE_OK if known else Evidence.NO_MODEL)
+
+    def served_models(self, address: str, listing: Listing) -> list[str]:
+        """The models of its pools that an endpoint lists."""
+        member = self._members.get(address)
+        pools = member.pools if member is not None else ()
+        return [model for pool in pools for model in self._pools[pool].models if model in listing.models]
+
+    def wants_trial(self, address: str) -> bool:
+        """A generation of ours is what stands between the endpoint and traffic."""
+        member = self._members.get(address)
+        return member is not None and member.lifecycle.wants_trial(self._clock())
 
     def assumed_by_grpc(self, address: str) -> Listing | None:
         """What an endpoint that speaks gRPC is taken to serve: it lists nothing. None for one that does."""
@@ -354,6 +384,15 @@ class Fleet:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)
         self._note_restart(member, figures)
+        self._note_progress(member, figures)
+
+    def _note_progress(self, member: _Member, figures: EngineFigures) -> None:
+        """An engine that has requests and does no step is stuck, though its server may answer every question."""
+        now_s = self._clock()
+        if not figures.running or figures.progress is None or figures.progress != member.progress:
+            member.progress, member.progress_at_s = figures.progress, now_s
+        elif now_s - member.progress_at_s > self._no_progress_s:
+            self._observe(member, Evidence.STUCK)
 
     def _apply_capacity(self, member: _Member) -> None:
         """As the engine reports it; until then as configured, by the smallest figure where pools differ."""

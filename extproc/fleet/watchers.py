@@ -20,7 +20,16 @@ from extproc.config.schema import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.grpc_health import check
 from policies.lifecycle import Evidence
-from vllm_adapters.health import MODELS_PATH, Listing, NotAListing, parse_models
+from vllm_adapters.health import (
+    MODELS_PATH,
+    TRIAL_HEADERS,
+    TRIAL_PATH,
+    Listing,
+    NotAListing,
+    parse_models,
+    trial_of,
+    trial_passed,
+)
 from vllm_adapters.metrics import NotMetrics, parse_metrics
 
 log = structlog.get_logger(__name__)
@@ -40,6 +49,9 @@ class WatchEvents(Protocol):
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
 
+    def tried(self, *, ok: bool) -> None:
+        """A trial was answered."""
+
 
 class Watchers:
     """Keeps one watcher per endpoint of the fleet."""
@@ -50,6 +62,7 @@ class Watchers:
         self._config = config
         self._session: aiohttp.ClientSession | None = None
         self._watchers: dict[str, _Watcher] = {}
+        fleet.on_suspicion = self.probe_now
 
     def configure(self, config: Config) -> None:
         """Use the new intervals; running watchers take them up at their next turn."""
@@ -69,6 +82,12 @@ class Watchers:
             watcher.start(spread_s * position / len(new))
             self._watchers[address] = watcher
 
+    def probe_now(self, address: str) -> None:
+        """Ask this one at once: a request has just shown that something is wrong with it."""
+        watcher = self._watchers.get(address)
+        if watcher is not None:
+            watcher.probe_now()
+
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=2))
@@ -81,6 +100,10 @@ class Watchers:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+
+class _TrialFailed(ValueError):
+    """It lists its model and does not generate."""
 
 
 class _Watcher:
@@ -96,6 +119,7 @@ class _Watcher:
         self._events = events
         self._client = client
         self._scrape_now = asyncio.Event()
+        self._probe_now = asyncio.Event()
         self._answered = False
         self._failed_scrapes = 0
         self.tasks: tuple[asyncio.Task[None], ...] = ()
@@ -121,15 +145,21 @@ class _Watcher:
                 log.exception("watching failed", endpoint=self._address)
                 await asyncio.sleep(_LONGEST_SPREAD_S)
 
-    # -- model list
+    # -- model list and trial
+
+    def probe_now(self) -> None:
+        """Do not wait for the next turn."""
+        self._probe_now.set()
 
     async def _probe_turn(self) -> None:
+        self._probe_now.clear()
         ok = await self._probe()
         self._events.probed(ok=ok)
         if ok and not self._answered:
             self._scrape_now.set()
         self._answered = ok
-        await asyncio.sleep(self.config.probe.interval_ms / 1000)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._probe_now.wait(), self.config.probe.interval_ms / 1000)
 
     async def _probe(self) -> bool:
         assumed = self._fleet.assumed_by_grpc(self._address)
@@ -145,8 +175,10 @@ class _Watcher:
 
     async def _ask_model_list(self) -> bool:
         try:
-            page = await self._get(MODELS_PATH, self.config.probe.timeout_ms)
-            self._fleet.listed_models(self._address, parse_models(page))
+            listing = parse_models(await self._get(MODELS_PATH, self.config.probe.timeout_ms))
+            if self.config.probe.trial and self._fleet.wants_trial(self._address):
+                await self._try(self._fleet.served_models(self._address, listing))
+            self._fleet.listed_models(self._address, listing)
         except (aiohttp.ClientError, NotAListing, TimeoutError, OSError, ValueError) as error:
             log.debug("probe failed", endpoint=self._address, error=repr(error))
             self._fleet.observe(self._address, _evidence(error))
@@ -157,6 +189,19 @@ class _Watcher:
             self._fleet.observe(self._address, Evidence.PROBE_FAILED)
             return False
         return True
+
+    async def _try(self, models: list[str]) -> None:
+        """One generation of ours, half-open: what takes no traffic has to answer it first. Raises _TrialFailed."""
+        if not models:
+            return
+        timeout = aiohttp.ClientTimeout(total=self.config.probe.trial_timeout_ms / 1000)
+        url, body = self._base + TRIAL_PATH, trial_of(models[0])
+        async with self._client.post(
+            url, json=body, headers=TRIAL_HEADERS, timeout=timeout, allow_redirects=False
+        ) as answer:
+            self._events.tried(ok=trial_passed(answer.status))
+            if not trial_passed(answer.status):
+                raise _TrialFailed(f"a generation was answered {answer.status}")
 
     # -- metrics
 

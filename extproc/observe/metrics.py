@@ -82,9 +82,11 @@ class Metrics:
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
+        self._trials = self._counter("trials", "Generations asked of endpoints that take no traffic", "result")
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
         self._discovery_failures = self._counter("discovery_failures", "Failed reads by reason", "pool", "reason")
         self._discovery_endpoints = self._gauge("discovery_endpoints", "Endpoints of the list in use", "pool")
+        self._discovery_skipped = self._gauge("discovery_skipped", "No endpoints for want of address or port", "pool")
         self._discovery_stale = self._gauge("discovery_stale", "1 while the source cannot be read", "pool")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -255,6 +257,10 @@ class Metrics:
         """A probe was tried."""
         self._child(self._probes, _result(ok=ok)).inc()
 
+    def tried(self, *, ok: bool) -> None:
+        """A trial was answered."""
+        self._child(self._trials, _result(ok=ok)).inc()
+
     def discovered(self, pool: str, *, ok: bool) -> None:
         """A discovery source was read."""
         self._child(self._discoveries, pool, _result(ok=ok)).inc()
@@ -263,9 +269,10 @@ class Metrics:
         """A discovery source could not be read."""
         self._child(self._discovery_failures, pool, reason).inc()
 
-    def discovery_state(self, pool: str, *, endpoints: int, stale: bool) -> None:
+    def discovery_state(self, pool: str, *, endpoints: int, skipped: int, stale: bool) -> None:
         """What list of endpoints a pool uses."""
         self._child(self._discovery_endpoints, pool).set(endpoints)
+        self._child(self._discovery_skipped, pool).set(skipped)
         self._child(self._discovery_stale, pool).set(float(stale))
 
 

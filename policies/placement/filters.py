@@ -19,10 +19,20 @@ Filter: TypeAlias = Callable[[View], Mask]
 
 
 def ready(view: View) -> Mask:
-    """In state Ready and acknowledged by every connected Envoy."""
-    state = view.state
-    mask: Mask = (state.state[view.slots] == State.READY) & state.routable[view.slots]
-    return mask
+    """In state Ready or Warming, and acknowledged by every connected Envoy.
+
+    A warming one is left out by chance, so that its share of the requests is what it can bear; unless it is all there
+    is.
+    """
+    state, slots = view.state, view.slots
+    states = state.state[slots]
+    takes: Mask = (states == State.READY) & state.routable[slots]
+    warming = (states == State.WARMING) & state.routable[slots]
+    if not warming.any():
+        return takes
+    drawn = np.array([view.rng.random() for _ in range(len(slots))])
+    some: Mask = takes | (warming & (drawn < state.traffic_share[slots]))
+    return some if some.any() else warming
 
 
 def model(view: View) -> Mask:

@@ -163,7 +163,7 @@ def test_an_answer_of_any_kind_is_evidence_of_life(status: int) -> None:
     """A client error was served too: it ends the row of failures."""
     house = House()
     for _ in range(5):
-        for failed, code in (("status_500", 500), ("status_500", 500), (None, status)):
+        for failed, code in (("status_503", 503), ("status_503", 503), (None, status)):
             flight = house.start()
             house.flights.on_completion(completion(flight.request_id, FIRST, status=code, failed=failed))
             flight.close()

@@ -208,7 +208,7 @@ def test_a_request_goes_to_its_models_pool(house: House) -> None:
     assert dict(route.headers) == {
         "x-envoy-max-retries": "1",
         "x-envoy-retry-on": RETRY_ON,
-        "x-envoy-retriable-status-codes": "502,503",
+        "x-envoy-retriable-status-codes": "500,502,503",
     }
     assert route.splices == ()
 
@@ -498,7 +498,7 @@ def test_when_no_endpoint_is_ready_the_filters_are_named(house: House) -> None:
     """503 that says how many were removed by what."""
     house.fleet.observe(CHAT_ADDRESSES[0], Evidence.DRAIN)
     house.fleet.observe(CHAT_ADDRESSES[1], Evidence.PROBE_REFUSED)
-    house.fleet.listed_models(CHAT_ADDRESSES[2], Listing(frozenset({"another"}), None))
+    house.fleet.state.set_models(house.fleet.state.slot_of(CHAT_ADDRESSES[2]), frozenset({"another"}))
     answer = house.ask(chat())
     assert isinstance(answer, Answer)
     assert (answer.status, dict(answer.headers)["retry-after"]) == (503, "1")

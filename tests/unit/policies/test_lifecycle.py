@@ -10,19 +10,22 @@ from hypothesis import strategies as st
 
 from policies.lifecycle import LONGEST_COOLDOWN_S, Evidence, Lifecycle, State, Thresholds
 
-STARTING, READY, DRAINING, UNHEALTHY, STOPPED = State
+STARTING, READY, DRAINING, UNHEALTHY, STOPPED, LOADING, WARMING = State
 THRESHOLDS = Thresholds(failed_probes=3, failed_requests=2, cooldown_s=5.0)
+WARMED = Thresholds(failed_probes=3, failed_requests=2, cooldown_s=5.0, warm_up_requests=4)
 
 
 def in_state(state: State) -> Lifecycle:
     """An endpoint brought to `state` by evidence."""
-    lifecycle = Lifecycle(THRESHOLDS)
+    lifecycle = Lifecycle(WARMED if state is WARMING else THRESHOLDS)
     path = {
         STARTING: [],
         READY: [Evidence.PROBE_OK],
         DRAINING: [Evidence.PROBE_OK, Evidence.DRAIN],
         UNHEALTHY: [Evidence.PROBE_OK, Evidence.PROBE_REFUSED],
         STOPPED: [Evidence.REMOVED],
+        LOADING: [Evidence.NO_MODEL],
+        WARMING: [Evidence.PROBE_OK],
     }[state]
     for evidence in path:
         lifecycle.observe(evidence, 1.0)
@@ -34,9 +37,23 @@ MOVES = {
     (STARTING, Evidence.PROBE_OK): READY,
     (STARTING, Evidence.DRAIN): DRAINING,
     (STARTING, Evidence.REMOVED): STOPPED,
-    (READY, Evidence.PROBE_REFUSED): UNHEALTHY,
-    (READY, Evidence.DRAIN): DRAINING,
-    (READY, Evidence.REMOVED): STOPPED,
+    (STARTING, Evidence.NO_MODEL): LOADING,
+    (LOADING, Evidence.PROBE_OK): READY,
+    (LOADING, Evidence.PROBE_REFUSED): STARTING,
+    (LOADING, Evidence.DRAIN): DRAINING,
+    (LOADING, Evidence.REMOVED): STOPPED,
+    **{
+        (serving, evidence): after
+        for serving in (READY, WARMING)
+        for evidence, after in (
+            (Evidence.UNFIT, UNHEALTHY),
+            (Evidence.STUCK, UNHEALTHY),
+            (Evidence.NO_MODEL, LOADING),
+            (Evidence.PROBE_REFUSED, UNHEALTHY),
+            (Evidence.DRAIN, DRAINING),
+            (Evidence.REMOVED, STOPPED),
+        )
+    },
     (UNHEALTHY, Evidence.PROBE_OK): READY,
     (UNHEALTHY, Evidence.DRAIN): DRAINING,
     (UNHEALTHY, Evidence.REMOVED): STOPPED,
@@ -55,6 +72,57 @@ def test_one_piece_of_evidence_leads_where_the_diagram_says(state: State, eviden
     assert lifecycle.observe(evidence, 9.0) is (expected is not state)
     assert lifecycle.state is expected
     assert lifecycle.since_s == (9.0 if expected is not state else 1.0 if state is not STARTING else 0.0)
+
+
+def test_a_cold_engine_warms_up_by_what_it_serves() -> None:
+    """A tenth of its share at first, then in proportion; at the fourth answer it is as good as any."""
+    lifecycle = in_state(WARMING)
+    shares = []
+    for _ in range(4):
+        shares.append(lifecycle.share)
+        lifecycle.observe(Evidence.SERVED, 2.0)
+    assert shares == [0.1, 0.25, 0.5, 0.75]
+    assert (lifecycle.state, lifecycle.share) == (READY, 1.0)
+
+
+@pytest.mark.parametrize(("evidence", "after"), [(Evidence.PROBE_FAILED, READY), (Evidence.PROBE_REFUSED, WARMING)])
+def test_only_an_engine_that_is_cold_again_warms_up_again(evidence: Evidence, after: State) -> None:
+    """Who did not answer for a while still has its cache; who refused connections is another process."""
+    lifecycle = in_state(WARMING)
+    for _ in range(4):
+        lifecycle.observe(Evidence.SERVED, 2.0)
+    for _ in range(3):
+        lifecycle.observe(evidence, 3.0)
+    lifecycle.observe(Evidence.PROBE_OK, 4.0)
+    assert lifecycle.state is after
+
+
+def test_a_500_takes_an_endpoint_out_until_a_trial() -> None:
+    """An engine that shuts down lists its model to the end; and there is no rest, for it may have been the request."""
+    lifecycle = in_state(READY)
+    assert not lifecycle.wants_trial(1.0)
+    lifecycle.observe(Evidence.UNFIT, 2.0)
+    assert lifecycle.state is UNHEALTHY
+    assert lifecycle.wants_trial(2.0)
+    lifecycle.observe(Evidence.PROBE_OK, 2.1)
+    assert lifecycle.state is READY
+
+
+def test_who_passes_trials_and_fails_requests_rests() -> None:
+    """The second 500 in a row is one too many, whatever trials said in between; a request served ends the row."""
+    lifecycle = in_state(READY)
+    for evidence in (Evidence.UNFIT, Evidence.PROBE_OK, Evidence.SERVED, Evidence.UNFIT, Evidence.PROBE_OK):
+        lifecycle.observe(evidence, 2.0)
+    assert lifecycle.state is READY
+    lifecycle.observe(Evidence.UNFIT, 3.0)
+    assert not lifecycle.wants_trial(7.9)
+    assert lifecycle.wants_trial(8.0)
+
+
+@pytest.mark.parametrize("state", State)
+def test_trials_are_for_those_that_want_traffic_and_get_none(state: State) -> None:
+    """Not for those in service, nor for those that are to get none."""
+    assert in_state(state).wants_trial(9.0) is (state in {STARTING, LOADING, UNHEALTHY})
 
 
 def test_a_new_endpoint_starts_unprobed() -> None:

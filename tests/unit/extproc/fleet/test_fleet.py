@@ -143,7 +143,8 @@ def test_only_what_every_envoy_acknowledged_is_picked(house: House) -> None:
 
 
 def test_an_endpoint_serves_only_the_models_it_lists(house: House) -> None:
-    """Ready, but with another model."""
+    """The other model of its pool is no help."""
+    house = House(Generation(1, parse("pools: [{name: m, models: [m, another], endpoints: {file: m.yaml}}]")))
     house.bring_up("m", A)
     house.fleet.listed_models(A, Listing(frozenset({"another"}), None))
     assert house.state_of(A) is State.READY
@@ -806,3 +807,58 @@ def test_the_engines_own_hit_ratio_is_told(house: House) -> None:
     assert house.state.prefix_hit_ratio[house.slot(A)] == 0
     house.fleet.scraped(A, EngineFigures(0, 0, 0.0, None, 400, 300))
     assert house.state.prefix_hit_ratio[house.slot(A)] == pytest.approx(0.75)
+
+
+def test_an_engine_with_requests_that_does_no_step_is_stuck() -> None:
+    """Ten seconds without progress, though it answers its metrics and its model list; a step in between is enough."""
+    house = House()
+    house.bring_up("m", A, B)
+    for after_s, progress in ((0, 5.0), (8, 5.0), (9, 6.0), (18, 6.0)):
+        house.now_s = 100.0 + after_s
+        house.fleet.scraped(A, EngineFigures(running=1, waiting=0, progress=progress))
+        assert house.state_of(A) is State.READY
+    house.now_s = 120.0
+    house.fleet.scraped(A, EngineFigures(running=1, waiting=0, progress=6.0))
+    assert house.state_of(A) is State.UNHEALTHY
+    assert house.pick() == {B}
+    assert house.fleet.wants_trial(A)
+
+
+def test_an_idle_engine_need_not_make_progress() -> None:
+    """Nor one that does not say how far it is."""
+    house = House()
+    house.bring_up("m", A, B)
+    for after_s in (0, 100, 200):
+        house.now_s = 100.0 + after_s
+        house.fleet.scraped(A, EngineFigures(running=0, waiting=0, progress=5.0))
+        house.fleet.scraped(B, EngineFigures(running=3, waiting=0))
+    assert house.pick() == {A, B}
+
+
+def test_an_engine_without_the_pools_model_is_loading() -> None:
+    """It answers, but not for what it is there for; with the model it is ready."""
+    house = House()
+    house.fleet.set_endpoints("m", [A])
+    house.acknowledge()
+    house.fleet.listed_models(A, Listing(frozenset({"other"}), None))
+    assert house.state_of(A) is State.LOADING
+    house.fleet.listed_models(A, LISTING)
+    assert house.state_of(A) is State.READY
+
+
+def test_a_warming_endpoint_gets_the_share_it_can_bear() -> None:
+    """A tenth of what it would get, in 1,000 decisions between two; all of it where there is no other."""
+    generation = Generation(
+        1, parse("probe: {warm_up_requests: 50}\npools: [{name: m, models: [m], endpoints: {file: m.yaml}}]")
+    )
+    house = House(generation)
+    house.bring_up("m", A, B)
+    for _ in range(50):
+        house.fleet.observe(A, Evidence.SERVED)
+    assert (house.state_of(A), house.state_of(B)) == (State.READY, State.WARMING)
+    request, rng = InferenceRequest(Kind.CHAT, "m", "m", 100), Random(3)
+    chosen = [house.fleet.placements["m"].choose(request, house.state, house.now_s, rng) for _ in range(1_000)]
+    firsts = [decision.addresses[0] for decision in chosen if isinstance(decision, Decision)]
+    assert 20 <= firsts.count(B) <= 90
+    house.fleet.observe(A, Evidence.DRAIN)
+    assert house.pick() == {B}

@@ -40,6 +40,10 @@ class Engine:
         self.listing: tuple[int, str] = (200, LISTING)
         self.page: tuple[int, str] = (200, PAGE)
         self.asked: list[str] = []
+        self.trial = 200
+        self.trials: list[dict[str, Any]] = []
+        self.trials_go = asyncio.Event()
+        self.trials_go.set()
         self.pages_go = asyncio.Event()
         self.pages_go.set()
         self.page_asked = asyncio.Event()
@@ -49,6 +53,7 @@ class Engine:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._completions)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -61,6 +66,11 @@ class Engine:
 
     async def _models(self, _request: web.Request) -> web.Response:
         return self._answer("models", *self.listing)
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        self.trials.append(await request.json())
+        await self.trials_go.wait()
+        return self._answer("trial", self.trial, "{}")
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         answer = self._answer("metrics", *self.page)
@@ -80,6 +90,7 @@ class House:
     def __init__(self) -> None:
         self.engine = Engine()
         self.turns: dict[str, asyncio.Queue[bool]] = {"scrape": asyncio.Queue(), "probe": asyncio.Queue()}
+        self.tries: list[bool] = []
         self.state = FleetState()
         self.fleet = Fleet(self.state, Metrics(), asyncio.get_running_loop().time)
         self.fleet.configure(Generation(1, config()))
@@ -92,6 +103,10 @@ class House:
     def probed(self, *, ok: bool) -> None:
         """WatchEvents."""
         self.turns["probe"].put_nowait(ok)
+
+    def tried(self, *, ok: bool) -> None:
+        """WatchEvents."""
+        self.tries.append(ok)
 
     async def watch(self) -> None:
         """List the engine and watch it."""
@@ -158,6 +173,52 @@ async def test_an_engine_that_answers_wrongly_falls_out(house: House, listing: t
     house.engine.listing = (200, LISTING)
     await house.until("probe", ok=True)
     assert house.now is State.READY
+
+
+async def test_an_engine_takes_traffic_only_after_a_generation(house: House) -> None:
+    """One token of ours, once: an engine in service is not asked to generate again."""
+    await house.until("probe", ok=True)
+    await house.until("probe", ok=True)
+    assert house.engine.trials == [{"model": "m", "prompt": "a", "max_tokens": 1}]
+    assert house.tries == [True]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_engine_that_lists_its_model_and_does_not_generate_stays_out(house: House, status: int) -> None:
+    """As vLLM's does while it shuts down. It is back with the first generation it answers."""
+    await house.until("probe", ok=True)
+    house.engine.trial = status
+    house.fleet.observe(house.address, Evidence.UNFIT)
+    assert house.now is State.UNHEALTHY
+    await house.until("probe", ok=False)
+    assert house.now is State.UNHEALTHY
+    house.engine.trial = 200
+    await house.until("probe", ok=True)
+    assert house.now is State.READY
+
+
+async def test_an_engine_that_refuses_to_generate_is_at_work(house: House) -> None:
+    """It may be one for embeddings."""
+    house.engine.trial = 404
+    await house.until("probe", ok=True)
+    assert house.now is State.READY
+
+
+async def test_a_suspect_is_asked_at_once() -> None:
+    """A failed request does not wait for the next turn, which here would come in ten minutes."""
+    house = House()
+    house.watchers.configure(parse(config().model_dump_json().replace('"interval_ms":5,', '"interval_ms":600000,', 1)))
+    await house.watch()
+    try:
+        async with asyncio.timeout(HANG_S):
+            await house.turns["probe"].get()
+            house.fleet.observe(house.address, Evidence.UNFIT)
+            await house.turns["probe"].get()
+        assert house.now is State.READY
+        assert len(house.engine.trials) == 2
+    finally:
+        await house.watchers.close()
+        await house.engine.stop()
 
 
 async def test_an_engine_that_is_gone_is_out_at_once(house: House) -> None:
