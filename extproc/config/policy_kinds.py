@@ -1,12 +1,13 @@
 """Every kind of policy that a config can spell out, as one type. A new kind is a line here and a section in the docs.
 
-Not here: what the kinds do (policies.placement), and presets and third parties' policies by name (pool_policies.py).
+Not here: what the kinds do (policies.placement), presets by name (pool_policies.py), and how a third party's policy is
+found (third_party.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, TypeAlias, get_args
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -23,6 +24,18 @@ from policies.placement.peers import (
 from policies.placement.rotation import ConsistentHashSpec, RoundRobinSpec, WeightedRoundRobinSpec
 from policies.placement.weighted import WeightedSpec
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomPolicy:
+    """A policy that another package brings, by the name of its entry point, with the fields of its own spec."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    kind: Literal["custom"] = "custom"
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
 _Spec: TypeAlias = (
     MarginalCostSpec
     | WeightedSpec
@@ -36,6 +49,7 @@ _Spec: TypeAlias = (
     | DynamoKvSpec
     | LmetricSpec
     | PrebleE2Spec
+    | CustomPolicy
 )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from extproc.config.policy_kinds import Policy
+from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.schema import Pool
+from extproc.config.third_party import spec_of
 from extproc.config.yaml_text import parse_yaml
 from policies.placement.filters import FILTERS
 from policies.placement.policy import Policy as BuiltPolicy
@@ -29,7 +30,9 @@ def presets() -> dict[str, PolicySpec]:
 
 
 def policy_of(pool: Pool) -> PolicySpec:
-    """The policy a pool names or spells out. Raises ValueError for an unknown preset."""
+    """The policy a pool names or spells out. Raises ValueError for an unknown preset, or one that is not installed."""
+    if isinstance(pool.policy, CustomPolicy):
+        return spec_of(pool.policy)
     if not isinstance(pool.policy, str):
         return pool.policy
     return _named("preset", pool.policy, _presets())
@@ -45,13 +48,25 @@ def build_policy(pool: Pool) -> BuiltPolicy:
     spec = policy_of(pool)
     for unknown in set(spec.filters) - set(FILTERS):
         raise ValueError(f"unknown filter {unknown!r}; there are: {', '.join(sorted(FILTERS))}")
-    return spec.build(pool.policy if isinstance(pool.policy, str) else "inline")
+    try:
+        return spec.build(_shown_name(pool))
+    except ValueError:
+        raise
+    except Exception as error:  # a third party's, which must not end a reload
+        raise ValueError(f"the policy cannot be made: {error!r}") from error
+
+
+def _shown_name(pool: Pool) -> str:
+    """What metrics and decisions call the pool's policy."""
+    if isinstance(pool.policy, CustomPolicy):
+        return pool.policy.name
+    return pool.policy if isinstance(pool.policy, str) else "inline"
 
 
 @cache
 def _presets() -> dict[str, PolicySpec]:
     folder = resources.files("extproc.config").joinpath("presets")
-    adapter: TypeAdapter[PolicySpec] = TypeAdapter(Policy)
+    adapter: TypeAdapter[Any] = TypeAdapter(Policy)
     return {
         file.name.removesuffix(".yaml"): adapter.validate_python(parse_yaml(file.read_text(encoding="utf-8")))
         for file in sorted(folder.iterdir(), key=lambda file: file.name)

@@ -65,7 +65,7 @@ def _kind(section: Any) -> str:
 
 def _own_fields(section: Any) -> set[str]:
     """What only one kind of policy has, or has otherwise; all kinds stand in one place of the file."""
-    if not issubclass(section, PolicySpec):
+    if not is_dataclass(section) or "kind" not in {field.name for field in fields(section)}:
         return set()
     common = {field.name: field.default for field in fields(PolicySpec)} | {"kind": _kind(section)}
     return {field.name for field in fields(section) if common.get(field.name, MISSING) != field.default}
@@ -79,7 +79,8 @@ def _members_of_model(section: type[BaseModel]) -> Iterator[tuple[str, Any, Any]
 def _members_of_dataclass(section: Any) -> Iterator[tuple[str, Any, Any]]:
     annotations = get_type_hints(section)
     for field in fields(section):
-        default = "weighted" if field.name == "kind" else field.default
+        made = field.default if field.default_factory is MISSING else field.default_factory()
+        default = "weighted" if field.name == "kind" else made
         yield field.name, annotations[field.name], _REQUIRED if default is MISSING else default
 
 

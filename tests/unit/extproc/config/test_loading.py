@@ -14,6 +14,7 @@ from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import policy_of, presets
 from extproc.config.schema import Config, check_address
 from policies.placement.rotation import ConsistentHashSpec
+from policies.placement.scorers import SCORERS
 from policies.placement.weighted import WeightedSpec
 
 SMALL = """
@@ -104,10 +105,7 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
         ),
         (
             pool("policy: {scorers: [{name: nope}]}"),
-            (
-                "f.yaml: pools[0].policy: unknown scorer 'nope'; there are: in_flight_tokens, kv_usage, least_request, "
-                "prefix_affinity, queue_depth, running_batch"
-            ),
+            f"f.yaml: pools[0].policy: unknown scorer 'nope'; there are: {', '.join(sorted(SCORERS))}",
         ),
         (
             pool("policy: {filters: [nope]}"),
