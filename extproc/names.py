@@ -24,3 +24,17 @@ RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-
 """Only before any byte of the answer: Envoy does not retry once response headers have gone to the client."""
 RETRY_AFTER_S = 1
 """An endpoint is back within a second of answering, so that is when trying again makes sense."""
+
+STRIPPED_HEADERS = (
+    DESTINATION_HEADER,
+    SUBSET_KEY,
+    SERVED_KEY,
+    CLUSTER_HEADER,
+    FIRST_CHOICE_HEADER,
+    MODEL_HEADER,
+    "x-pointsman-parent",
+    REQUEST_ID_HEADER,
+    "x-pointsman-decision",
+    "x-pointsman-tenant",
+)
+"""What no client may send: Envoy removes it before anything else reads it."""

@@ -21,30 +21,12 @@ from extproc.control.clusters import (
 from extproc.control.local_replies import local_replies
 from extproc.control.routes import EXT_PROC, processing_mode, route_configuration
 from extproc.names import (
-    CLUSTER_HEADER,
-    DESTINATION_HEADER,
-    FIRST_CHOICE_HEADER,
     LB_NAMESPACE,
     METADATA_NAMESPACE,
-    MODEL_HEADER,
-    REQUEST_ID_HEADER,
-    SERVED_KEY,
-    SUBSET_KEY,
+    STRIPPED_HEADERS,
     USAGE_NAMESPACE,
 )
 
-_STRIPPED = (
-    DESTINATION_HEADER,
-    SUBSET_KEY,
-    SERVED_KEY,
-    CLUSTER_HEADER,
-    FIRST_CHOICE_HEADER,
-    MODEL_HEADER,
-    "x-pointsman-parent",
-    REQUEST_ID_HEADER,
-    "x-pointsman-decision",
-    "x-pointsman-tenant",
-)
 _FORWARDED = (
     ":method",
     ":path",
@@ -186,7 +168,7 @@ def header_stripping() -> envoy.TypedExtensionConfig:
     """Removes, before anything else reads them, the headers by which a client could choose its own endpoint."""
     return envoy.extension(
         "envoy.http.early_header_mutation.header_mutation",
-        envoy.EarlyHeaderMutation(mutations=[envoy.HeaderMutation(remove=name) for name in _STRIPPED]),
+        envoy.EarlyHeaderMutation(mutations=[envoy.HeaderMutation(remove=name) for name in STRIPPED_HEADERS]),
     )
 
 

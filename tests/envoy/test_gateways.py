@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import httpx
 import pytest
 import yaml
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
+from grpc_engine import SERVICE
+from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, free_ports, pool_of
 
 from extproc.config.loading import load
 from extproc.control import envoy_config
@@ -107,8 +109,19 @@ def _gateway(config_path: Path, shape: str) -> dict[str, Any]:
     kind = ext_proc["typed_config"]["@type"]
     ext_proc["typed_config"] = {"@type": kind, "grpc_service": grpc_service, **_SETTINGS[shape]}
     manager["route_config"] = {"name": "r", "virtual_hosts": [_virtual_host(shape)]}
-    bootstrap["static_resources"]["clusters"].append(_cluster(shape, config.pools[0].endpoints.static or ()))
+    cluster = _cluster(shape, config.pools[0].endpoints.static or ())
+    if config.pools[0].protocol == "grpc":
+        cluster = cluster | {"typed_extension_protocol_options": _HTTP2}
+    bootstrap["static_resources"]["clusters"].append(cluster)
     return bootstrap
+
+
+_HTTP2 = {
+    "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+}
 
 
 def _virtual_host(shape: str) -> dict[str, Any]:
@@ -182,12 +195,17 @@ def shape(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def picker(engines: list[Engine], tmp_path: Path) -> Iterator[System]:
     """Us alone, before whom somebody else's gateway comes."""
-    system = System(tmp_path, {"pools": [{**pool_of(engines), "cluster": "pool"}]})
+    with _serving(System(tmp_path, {"pools": [{**pool_of(engines), "cluster": "pool"}]})) as system:
+        system.wait_pickable(*(engine.address for engine in engines))
+        yield system
+
+
+@contextmanager
+def _serving(system: System) -> Iterator[System]:
     with system.log.open("ab") as log:
         system.process = subprocess.Popen(
             [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log
         )
-    system.wait_pickable(*(engine.address for engine in engines))
     yield system
     system.stop()
     print(system.log.read_text()[-4000:])
@@ -196,13 +214,19 @@ def picker(engines: list[Engine], tmp_path: Path) -> Iterator[System]:
 @pytest.fixture
 def gateway(shape: str, picker: System, tmp_path: Path) -> Iterator[System]:
     """Somebody's gateway in front of us."""
+    with _in_front(picker, shape, tmp_path):
+        yield picker
+
+
+@contextmanager
+def _in_front(picker: System, shape: str, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "envoy.yaml").write_text(yaml.safe_dump(_gateway(picker.config_path, shape)))
     with picker.log.open("ab") as log:
         envoy = subprocess.Popen(
             [find_envoy(), "-c", str(tmp_path / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
         )
     eventually(lambda: httpx.get(f"{picker.url}/v1/models").status_code == 200, "the gateway serves")
-    yield picker
+    yield
     envoy.terminate()
     envoy.wait(HANG_GUARD_S)
 
@@ -291,6 +315,34 @@ def test_two_turns_meet_on_one_instance(gateway: System) -> None:
     for turn in ("one", "two"):
         httpx.post(f"{gateway.url}/v1/chat/completions", json=chat(f"{history}{turn}"), timeout=HANG_GUARD_S)
     assert gateway.total("pointsman_prefix_matched_tokens_total") > 400
+
+
+@pytest.fixture
+def grpc_engine() -> Iterator[int]:
+    """The port of an engine that speaks gRPC."""
+    (port,) = free_ports(1)
+    engine = subprocess.Popen([sys.executable, str(Path(__file__).with_name("grpc_engine.py")), str(port), "a"])
+    yield port
+    engine.kill()
+    engine.wait()
+
+
+async def test_grpc_talks_pass_through_a_full_duplex_gateway(grpc_engine: int, tmp_path: Path) -> None:
+    """Decided at once: each message is answered by the engine before the client sends its next."""
+    port = grpc_engine
+    pool = {"name": "p", "models": ["m"], "protocol": "grpc", "cluster": "pool"}
+    pool |= {"endpoints": {"static": [f"127.0.0.1:{port}"]}}
+    parts = {"pools": [pool], "routing": {"paths": [{"prefix": f"/{SERVICE}", "pool": "p"}]}}
+    with _serving(System(tmp_path, parts)) as system, _in_front(system, "istio", tmp_path):
+        system.wait_pickable(f"127.0.0.1:{port}")
+        async with grpc.aio.insecure_channel(system.url.removeprefix("http://")) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Bidirectional")(timeout=HANG_GUARD_S)
+            for number in range(100):
+                await call.write(b"%d" % number)
+                assert await call.read() == b"a %d" % number
+            await call.done_writing()
+            assert await call.code() is grpc.StatusCode.OK
+        await asyncio.to_thread(eventually, lambda: set(system.in_flight().values()) == {0}, "nothing is in flight")
 
 
 # -- NGINX Gateway Fabric, which is no Envoy

@@ -197,6 +197,22 @@ async def test_an_engine_that_dies_ends_its_calls_alone(house: House) -> None:
         assert engine.name in answers
 
 
+async def test_an_engine_that_dies_before_its_answer_is_unavailable(house: House) -> None:
+    """The only one of its pool: Envoy says so itself, as a status in words."""
+    async with house.channel() as channel:
+        call = channel.stream_unary(CLIENT_STREAM)(metadata=TO_OTHER, timeout=HANG_GUARD_S)
+        await call.write(b"one of many")
+        engine = house.engines["c"]
+        await asyncio.to_thread(eventually, lambda: house.system.in_flight()[engine.address] == 1, "it is under way")
+        engine.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+    engine.start()
+    house.system.wait_pickable(engine.address)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (caught.value.details() or "").startswith("The gateway could not complete the call (")
+
+
 async def test_a_client_that_leaves_gives_its_place_back(house: House) -> None:
     """Cancelled in the middle of a call of either kind."""
     async with house.channel() as channel:

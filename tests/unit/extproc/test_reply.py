@@ -52,3 +52,9 @@ def test_retry_after_is_sent_where_waiting_helps() -> None:
 def test_unicode_in_a_message_survives() -> None:
     """What the client wrote may be quoted back."""
     assert json.loads(refuse(Refusal(404, "t", "模型\n", Reason.UNKNOWN_MODEL)).body)["error"]["message"] == "模型\n"
+
+
+def test_a_refused_grpc_call_gets_words_alone() -> None:
+    """Envoy makes the gRPC status of the HTTP one, and the message of the body."""
+    answer = refuse(Refusal(503, "server_error", "no endpoint", Reason.NO_READY_ENDPOINT, retry_after_s=1), grpc=True)
+    assert (answer.status, answer.body, answer.headers) == (503, b"no endpoint", ())

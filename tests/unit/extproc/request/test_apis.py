@@ -12,6 +12,7 @@ from extproc.request.apis import (
     canonical,
     guess,
     is_engine_admin,
+    is_grpc,
     response_id,
     without_path,
 )
@@ -123,3 +124,18 @@ def test_connect_is_not_without_a_path() -> None:
     """It never has one; a gateway that hides the path hides the method too."""
     assert without_path({"content-type": "x"})
     assert not without_path({":method": "CONNECT"})
+
+
+@pytest.mark.parametrize(
+    ("content_type", "grpc"),
+    [
+        ("application/grpc", True),
+        ("application/grpc+proto", True),
+        ("application/grpc-web", False),
+        ("application/json", False),
+        ("", False),
+    ],
+)
+def test_grpc_calls_are_known_by_their_content_type(content_type: str, *, grpc: bool) -> None:
+    """As Envoy knows them; grpc-web is another protocol."""
+    assert is_grpc({"content-type": content_type}) is grpc

@@ -276,3 +276,20 @@ def test_the_answer_least_asked_for_is_forgotten_first() -> None:
     assert len(stored) == 2
     assert stored.find("a") is not None
     assert stored.find("b") is stored.find("c") is None
+
+
+def test_of_rules_for_one_path_the_one_that_asks_for_most_headers_counts() -> None:
+    """Where all of them hold, with exactly their values; the longer path still comes first."""
+    desk = Desk(
+        CONFIG.replace(
+            "paths: [",
+            "paths: [{prefix: /custom, pool: embed, headers: {x-gateway-model-name: bge}}, "
+            "{prefix: /custom, pool: chat, headers: {x-gateway-model-name: bge, x-pointsman-session: s}}, ",
+        )
+    )
+    bge = {"x_gateway_model_name": "bge"}
+    assert desk.plan("/custom/x").target.pool.name == "chat"
+    assert desk.plan("/custom/x", **bge).target.pool.name == "embed"
+    assert desk.plan("/custom/x", **bge, x_pointsman_session="s").target.pool.name == "chat"
+    assert desk.plan("/custom/x", x_gateway_model_name="BGE").target.pool.name == "chat"
+    assert desk.plan("/custom/deep/x", **bge).target.pool.name == "embed"

@@ -69,10 +69,10 @@ class Gateway:
         assert isinstance(sending, list)
         return [ext_proc.ProcessingResponse.FromString(raw) for raw in sending]
 
-    def headers(self) -> list[ext_proc.ProcessingResponse]:
+    def headers(self, content_type: str = "application/json") -> list[ext_proc.ProcessingResponse]:
         """The request's headers."""
         message = ext_proc.ProcessingRequest()
-        for name, value in ((":method", "POST"), (":path", "/v1/chat/completions")):
+        for name, value in ((":method", "POST"), (":path", "/v1/chat/completions"), ("content-type", content_type)):
             message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
         message.protocol_config.request_body_mode = MODE.FULL_DUPLEX_STREAMED
         message.protocol_config.response_body_mode = MODE.FULL_DUPLEX_STREAMED
@@ -124,3 +124,14 @@ def test_a_body_in_tiny_pieces_takes_no_more_than_its_length() -> None:
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held < 2 * 40_000
+
+
+def test_a_grpc_call_is_decided_before_its_messages() -> None:
+    """Which may never end: they pass piece by piece, each as it comes."""
+    gateway = Gateway()
+    (reply,) = gateway.headers(content_type="application/grpc+proto")
+    assert reply.request_headers.response.clear_route_cache
+    for part, end in ((b"first", False), (b"x" * 70_000, False), (b"", True)):
+        pieces = _pieces(gateway.body(part, end_of_stream=end))
+        assert (b"".join(body for body, _ in pieces), pieces[-1][1]) == (part, end)
+    assert gateway.bodies == [b""]
