@@ -161,7 +161,7 @@ class Reservation:
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
-    `pending` while its first token is not known to have come.
+    `pending` while its first token is not known to have come. The index's: `blocks` are pinned for it, in that `stay`.
     """
 
     slot: int
@@ -171,6 +171,8 @@ class Reservation:
     work: float = 0.0
     backlog: float = 0.0
     pending: bool = False
+    blocks: Sequence[int] = ()
+    stay: int = 0
 
     @property
     def cached_tokens(self) -> int:

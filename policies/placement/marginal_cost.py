@@ -5,7 +5,7 @@ Seconds, lower wins. The terms, for a request of L prompt tokens of which the en
     own        (backlog + work) / rate               its wait and its own prefill
     stall      stall_weight * n * work / rate        the n requests already there wait while it prefills
     decode     decode_weight * O * (c n + d T)       its own answer of O tokens is slower beside n requests of T tokens
-    eviction   eviction_weight * u / rate * fade     prefixes pushed out that others still want, where it must evict
+    eviction   eviction_weight * u / rate * fade     idle prefixes pushed out that others may still want
     overflow   overflow_s * excess                   of KV cache or batch places: it would wait inside the engine
 
     band       -affinity_band_s                      for the cheapest holder of more than half of the prompt
@@ -100,8 +100,10 @@ class MarginalCost:
         evicts = uncached > view.index.room_tokens(view.slots)
         if not evicts.any():
             return np.zeros(len(evicts))
-        age_s = view.now_s - view.index.oldest_at_s(view.slots)
-        fade = np.exp(-age_s / self._spec.eviction_fade_s)
+        # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
+        since_s = view.index.oldest_at_s(view.slots)
+        idle_s = np.where(np.isinf(since_s), np.inf, view.now_s - since_s)
+        fade = np.exp(-idle_s / self._spec.eviction_fade_s)
         lost: Floats = np.where(evicts, self._spec.eviction_weight * uncached / rate * fade, 0.0)
         return lost
 

@@ -6,7 +6,7 @@ already finds the first one's blocks in the index and its load on the endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -92,15 +92,19 @@ class Placement:
     def commit(self, decision: Decision, request: InferenceRequest, state: FleetState, now_s: float) -> Reservation:
         """Carry the decision out: index the prompt, book the load, take the turn."""
         slot = decision.order[0]
-        self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
         self.policy.committed(decision)
         reservation = state.reserve(
             slot,
             prompt_tokens=request.input_tokens,
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
-        self.ledger.committed(reservation, now_s)
+        self._book(request, reservation, now_s)
         return reservation
+
+    def _book(self, request: InferenceRequest, reservation: Reservation, now_s: float) -> None:
+        reservation.blocks = request.block_hashes
+        reservation.stay = self.index.pin(reservation.slot, request.block_hashes, request.block_tokens)
+        self.ledger.committed(reservation, now_s)
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -109,23 +113,26 @@ class Placement:
     def ended(self, reservation: Reservation, now_s: float) -> None:
         """The request is over; its place in the fleet's counts is given back by its Flight."""
         self.ledger.ended(reservation, now_s)
+        self.index.release(reservation.slot, reservation.stay, reservation.blocks, now_s)
+        reservation.blocks = ()
 
     def failed(self, request: InferenceRequest, reservation: Reservation) -> None:
         """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
-        self.index.discard(reservation.slot, _beyond(request, reservation.cached_tokens))
+        kept = _blocks_within(request, reservation.cached_tokens)
+        self.index.discard(reservation.slot, reservation.stay, reservation.blocks[kept:])
+        reservation.blocks = reservation.blocks[:kept]
 
     def moved(
         self, request: InferenceRequest, reservation: Reservation, slot: int, state: FleetState, now_s: float
     ) -> Reservation:
         """Another endpoint serves the request than the one chosen: load and prefix credit move there."""
         self.failed(request, reservation)
+        self.ended(reservation, now_s)
         here = self.index.match(request.block_hashes, request.block_tokens, np.array([slot], np.intp))
-        if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
-            self.index.insert(slot, request.block_hashes, request.block_tokens, now_s)
         uncached = max(0, request.input_tokens - int(here[0]))
-        self.ledger.ended(reservation, now_s)
         moved = state.move(reservation, slot, uncached_tokens=uncached)
-        self.ledger.committed(moved, now_s)
+        if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
+            self._book(request, moved, now_s)
         return moved
 
     def _filter(self, view: View) -> tuple[View, Filtered]:
@@ -161,11 +168,11 @@ def _fallbacks(view: View) -> tuple[Fallback, ...]:
     return missing
 
 
-def _beyond(request: InferenceRequest, tokens: int) -> Sequence[int]:
-    """The blocks of a prompt that lie beyond its first `tokens`."""
+def _blocks_within(request: InferenceRequest, tokens: int) -> int:
+    """How many blocks from the start of a prompt lie within its first `tokens`."""
     depth = 0
     for position, block_tokens in enumerate(request.block_tokens):
         depth += block_tokens
         if depth > tokens:
-            return request.block_hashes[position:]
-    return ()
+            return position
+    return len(request.block_tokens)

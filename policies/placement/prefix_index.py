@@ -1,13 +1,18 @@
-"""Which endpoint holds how much of a prompt's prefix, by our own book-keeping.
+"""Which endpoint holds how much of a prompt's prefix, by our own book-keeping: a mirror of the engines' caches.
 
-Per endpoint an exact LRU over block hashes, measured in tokens and bounded by the engine's own KV capacity: an index
-four times too large costs more than any scorer gains (the engine has long evicted what the index still promises).
-Beside it one map hash -> bitmask of slots, so that a walk costs one look-up per block however many endpoints there
-are. Rejected: a radix tree (hashed blocks need none), sets per endpoint (78 us at 256 endpoints where the masks take
-25), and one shared LRU (a busy endpoint would push a quiet one's entries out).
+Per endpoint exactly what its KV cache can hold, in tokens: an index four times too large costs more than any scorer
+gains (the engine has long evicted what the index still promises). As in the engine, blocks of prompts in flight are
+*pinned*: they cannot be evicted. When the last request that uses a block ends it becomes *idle*, tail of the prompt
+first, and the longest idle is evicted first. Rejected: one LRU aged from the decision on. Near overload it forgets
+prompts whose requests still run and keeps others the engine has dropped; by simulation the mirror saves 12 % of
+latency end to end at 105 % load, and beats even exact events from the engine, which do not tell of blocks that are
+under way.
 
-Only contiguous prefixes count, since that is all an engine can reuse. Blocks are touched tail first, so the tails of
-long prompts are evicted before the heads that several prompts share.
+Beside the shelves one map hash -> bitmask of slots, so that a walk costs one look-up per block however many endpoints
+there are. Rejected: a radix tree (hashed blocks need none), sets per endpoint (78 us at 256 endpoints where the masks
+take 25), and one shared LRU (a busy endpoint would push a quiet one's entries out).
+
+Only contiguous prefixes count, since that is all an engine can reuse.
 """
 
 from __future__ import annotations
@@ -21,14 +26,16 @@ from policies.types import Floats, Slots
 
 
 class _Shelf:
-    """One endpoint's blocks, least recently used first: hash -> (tokens, touched_at_s)."""
+    """One endpoint's blocks. `stay` counts how often it was emptied: what was pinned before is not released after."""
 
-    __slots__ = ("blocks", "capacity_tokens", "held_tokens")
+    __slots__ = ("capacity_tokens", "held_tokens", "idle", "pinned", "stay")
 
     def __init__(self, capacity_tokens: int) -> None:
-        self.blocks: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self.pinned: dict[int, list[int]] = {}  # hash -> [tokens, requests that use it]
+        self.idle: OrderedDict[int, tuple[int, float]] = OrderedDict()  # hash -> (tokens, idle since), longest first
         self.capacity_tokens = capacity_tokens
         self.held_tokens = 0
+        self.stay = 0
 
 
 class PrefixIndex:
@@ -62,56 +69,78 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched[slots]
 
-    def insert(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> None:
-        """Note that `slot` will hold this prompt, and evict what no longer fits."""
+    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> int:
+        """A request with this prompt goes to `slot`. Returns the stay to release it with."""
         shelf = self._shelf(slot)
-        blocks = shelf.blocks
-        bit = 1 << slot
-        holders = self._holders
+        pinned, idle, holders, bit = shelf.pinned, shelf.idle, self._holders, 1 << slot
+        for block, block_tokens in zip(hashes, tokens, strict=True):
+            entry = pinned.get(block)
+            if entry is not None:
+                entry[1] += 1
+                continue
+            was_idle = idle.pop(block, None)
+            if was_idle is None:
+                shelf.held_tokens += block_tokens
+                holders[block] = holders.get(block, 0) | bit
+                pinned[block] = [block_tokens, 1]
+            else:
+                pinned[block] = [was_idle[0], 1]
+        self._evict(slot, shelf)
+        return shelf.stay
+
+    def release(self, slot: int, stay: int, hashes: Sequence[int], now_s: float) -> None:
+        """The request is over: what no other uses is idle from now on."""
+        shelf = self._shelves.get(slot)
+        if shelf is None or shelf.stay != stay:
+            return
+        pinned, idle = shelf.pinned, shelf.idle
         for position in range(len(hashes) - 1, -1, -1):
             block = hashes[position]
-            if block in blocks:
-                blocks.move_to_end(block)
-                blocks[block] = (blocks[block][0], now_s)
-            else:
-                blocks[block] = (tokens[position], now_s)
-                shelf.held_tokens += tokens[position]
-                holders[block] = holders.get(block, 0) | bit
+            entry = pinned[block]
+            entry[1] -= 1
+            if not entry[1]:
+                del pinned[block]
+                idle[block] = (entry[0], now_s)
         self._evict(slot, shelf)
-        self._note(slot, shelf)
 
-    def discard(self, slot: int, hashes: Sequence[int]) -> None:
-        """Take back blocks that `slot` was believed to get and did not."""
+    def discard(self, slot: int, stay: int, hashes: Sequence[int]) -> None:
+        """Release blocks that `slot` was believed to get and did not: gone, unless another request uses them."""
         shelf = self._shelves.get(slot)
-        if shelf is None:
+        if shelf is None or shelf.stay != stay:
             return
         for block in hashes:
-            held = shelf.blocks.pop(block, None)
-            if held is not None:
-                shelf.held_tokens -= held[0]
+            entry = shelf.pinned[block]
+            entry[1] -= 1
+            if not entry[1]:
+                del shelf.pinned[block]
+                shelf.held_tokens -= entry[0]
                 self._unhold(block, slot)
         self._note(slot, shelf)
+
+    def insert(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> None:
+        """A request with this prompt was served and is over."""
+        self.release(slot, self.pin(slot, hashes, tokens), hashes, now_s)
 
     def set_capacity(self, slot: int, capacity_tokens: int) -> None:
         """Use the KV capacity the engine reports, in tokens; shrinking evicts at once."""
         shelf = self._shelf(slot)
-        if shelf.capacity_tokens != capacity_tokens:
-            shelf.capacity_tokens = capacity_tokens
-            self._evict(slot, shelf)
-        self._note(slot, shelf)
+        shelf.capacity_tokens = capacity_tokens
+        self._evict(slot, shelf)
 
     def forget(self, slot: int) -> None:
         """Drop everything `slot` was believed to hold: it restarted, or is gone."""
         shelf = self._shelves.get(slot)
         if shelf is not None:
-            for block in shelf.blocks:
+            for block in (*shelf.pinned, *shelf.idle):
                 self._unhold(block, slot)
-            shelf.blocks.clear()
+            shelf.pinned.clear()
+            shelf.idle.clear()
             shelf.held_tokens = 0
+            shelf.stay += 1
             self._note(slot, shelf)
 
     def held_tokens(self, slot: int) -> int:
-        """Tokens the index believes `slot` holds; never more than its capacity."""
+        """Tokens the index believes `slot` holds: at most its capacity, or what is pinned if that is more."""
         shelf = self._shelves.get(slot)
         return shelf.held_tokens if shelf else 0
 
@@ -121,7 +150,7 @@ class PrefixIndex:
         return self._room_tokens[slots]
 
     def oldest_at_s(self, slots: Slots) -> Floats:
-        """When the next block to be evicted was last touched, shape (n,); endless for an empty shelf."""
+        """Since when the next block to be evicted is idle, shape (n,); endless where none is."""
         self._reach(int(slots[-1]))
         return self._oldest_at_s[slots]
 
@@ -138,8 +167,7 @@ class PrefixIndex:
     def _note(self, slot: int, shelf: _Shelf) -> None:
         self._reach(slot)
         self._room_tokens[slot] = shelf.capacity_tokens - shelf.held_tokens
-        blocks = shelf.blocks
-        self._oldest_at_s[slot] = next(iter(blocks.values()))[1] if blocks else np.inf
+        self._oldest_at_s[slot] = next(iter(shelf.idle.values()))[1] if shelf.idle else np.inf
 
     def _shelf(self, slot: int) -> _Shelf:
         shelf = self._shelves.get(slot)
@@ -148,10 +176,12 @@ class PrefixIndex:
         return shelf
 
     def _evict(self, slot: int, shelf: _Shelf) -> None:
-        while shelf.held_tokens > shelf.capacity_tokens:
-            block, (tokens, _) = shelf.blocks.popitem(last=False)
+        idle = shelf.idle
+        while shelf.held_tokens > shelf.capacity_tokens and idle:
+            block, (tokens, _) = idle.popitem(last=False)
             shelf.held_tokens -= tokens
             self._unhold(block, slot)
+        self._note(slot, shelf)
 
     def _unhold(self, block: int, slot: int) -> None:
         left = self._holders[block] & ~(1 << slot)

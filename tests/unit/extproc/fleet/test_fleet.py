@@ -104,6 +104,12 @@ class House:
         assert isinstance(decision, Decision)
         return decision.addresses[0], placement.commit(decision, request, self.state, self.now_s)
 
+    def serve(self, pool: str = "m") -> None:
+        """Such a request from start to end."""
+        _, reservation = self.place(pool)
+        self.fleet.placements[pool].ended(reservation, self.now_s)
+        self.state.release(reservation)
+
     def described(self, address: str) -> dict[str, Any]:
         """What the admin API tells of it."""
         [found] = [one for one in self.fleet.describe() if one["endpoint"] == address]
@@ -359,7 +365,7 @@ def test_the_index_has_exactly_the_capacity_the_engine_reports(house: House) -> 
     house.bring_up("m", A)
     slot = house.slot(A)
     assert house.state.kv_capacity_tokens[slot] == 131_072
-    house.place()
+    house.serve()
     assert house.fleet.placements["m"].index.held_tokens(slot) == 300
     house.fleet.scraped(A, EngineFigures(running=0, waiting=0, kv_capacity_tokens=250))
     assert house.state.kv_capacity_tokens[slot] == 250
@@ -499,7 +505,7 @@ def test_of_two_configured_capacities_the_smaller_holds() -> None:
     house.fleet.scraped(A, EngineFigures(running=0, waiting=0, kv_capacity_tokens=100))
     house.bring_up("n", A)
     assert house.state.kv_capacity_tokens[house.slot(A)] == 100
-    house.place("n")
+    house.serve("n")
     assert house.fleet.placements["n"].index.held_tokens(house.slot(A)) == 100
 
 
@@ -509,8 +515,8 @@ def test_capacity_and_restarts_reach_every_pool_of_an_address() -> None:
     house.bring_up("m", A)
     house.bring_up("n", A)
     house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=1.0, kv_capacity_tokens=200))
-    house.place("m")
-    house.place("n")
+    house.serve("m")
+    house.serve("n")
     indexes = [house.fleet.placements[pool].index for pool in ("m", "n")]
     assert [index.held_tokens(house.slot(A)) for index in indexes] == [200, 200]
     house.fleet.scraped(A, EngineFigures(running=0, waiting=0, started_at_s=2.0))
@@ -862,3 +868,26 @@ def test_a_warming_endpoint_gets_the_share_it_can_bear() -> None:
     assert 20 <= firsts.count(B) <= 90
     house.fleet.observe(A, Evidence.DRAIN)
     assert house.pick() == {B}
+
+
+def test_what_an_endpoints_list_says_of_it_is_known(house: House) -> None:
+    """Weight and cost as listed, and as listed anew; the defaults for those of which nothing is said."""
+    house.fleet.set_endpoints("m", [Discovered(A, weight=2, cost=3), B])
+    assert (house.state.weight[house.slot(A)], house.state.cost[house.slot(A)]) == (2, 3)
+    assert (house.state.weight[house.slot(B)], house.state.cost[house.slot(B)]) == (1, 0)
+    house.fleet.set_endpoints("m", [Discovered(A, weight=5), B])
+    assert (house.state.weight[house.slot(A)], house.state.cost[house.slot(A)]) == (5, 0)
+
+
+def test_only_a_known_other_zone_is_remote(house: House) -> None:
+    """Neither ours nor an unknown one; and a reload may move us."""
+
+    def remote() -> list[bool]:
+        return [bool(house.state.remote[house.slot(address)]) for address in (A, B, C)]
+
+    house.fleet.set_endpoints("m", [Discovered(A, zone="a"), Discovered(B, zone="b"), C])
+    assert remote() == [False, False, False]
+    for zone, expected in (("a", [False, True, False]), ("b", [True, False, False])):
+        text = f"zone: {zone}\npools: [{{name: m, models: [m], endpoints: {{file: m.yaml}}}}]"
+        house.fleet.configure(Generation(2, parse(text)))
+        assert remote() == expected

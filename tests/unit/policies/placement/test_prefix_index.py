@@ -87,26 +87,97 @@ def _chain(path: list[int]) -> list[int]:
     return [hash(tuple(path[: depth + 1])) for depth in range(len(path))]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), _prompts), max_size=40), st.integers(64, 64 * 12), _prompts)
-def test_the_index_never_exceeds_capacity_and_never_credits_what_was_not_inserted(
-    inserts: list[tuple[int, list[int]]], capacity: int, asked: list[int]
+def test_what_is_in_use_is_not_evicted() -> None:
+    """A running request's prompt outlives one that came later and is over; once idle, the longest idle goes first."""
+    index = PrefixIndex(256)
+    stay = index.pin(0, [1, 2], [64, 64])
+    index.insert(0, [3, 4], [64, 64], 1.0)
+    index.insert(0, [5, 6], [64, 64], 2.0)
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
+    assert index.match([3, 4], [64, 64], _slots(0)).tolist() == [0]
+    index.release(0, stay, [1, 2], 3.0)
+    index.insert(0, [7, 8], [64, 64], 4.0)
+    assert index.match([5, 6], [64, 64], _slots(0)).tolist() == [0]
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
+
+
+def test_a_block_is_in_use_until_its_last_user_ends() -> None:
+    """Two requests with the same head: the second keeps it when the first is over."""
+    index = PrefixIndex(128)
+    first, second = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
+    assert index.room_tokens(_slots(0)).tolist() == [-64]
+    index.release(0, first, [1, 2], 1.0)
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [64]
+    assert index.match([1, 9], [64, 64], _slots(0)).tolist() == [128]
+    index.release(0, second, [1, 9], 2.0)
+    assert index.held_tokens(0) == 128
+
+
+def test_what_did_not_get_there_is_not_held() -> None:
+    """Unless another request brought it."""
+    index = PrefixIndex(10_000)
+    stay = index.pin(0, [1, 2, 3], [64, 64, 64])
+    index.pin(0, [1, 2], [64, 64])
+    index.discard(0, stay, [2, 3])
+    index.release(0, stay, [1], 1.0)
+    assert index.match([1, 2, 3], [64, 64, 64], _slots(0)).tolist() == [128]
+
+
+def test_a_request_from_before_a_restart_releases_nothing() -> None:
+    """What it pinned is gone; what others have pinned since is theirs."""
+    index = PrefixIndex(10_000)
+    before = index.pin(0, [1, 2], [64, 64])
+    index.forget(0)
+    index.pin(0, [1, 2], [64, 64])
+    index.release(0, before, [1, 2], 1.0)
+    index.discard(0, before, [1, 2])
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
+    assert index.oldest_at_s(_slots(0)).tolist() == [np.inf]
+
+
+_steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "forget"]))
+
+
+@given(st.lists(_steps, max_size=40), st.integers(64, 64 * 12), _prompts)
+def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
+    steps: list[tuple[int, list[int], str]], capacity: int, asked: list[int]
 ) -> None:
-    """Whatever is inserted: the bound holds, masks and shelves agree, and a match is a prefix some insert had."""
-    index = PrefixIndex(capacity)
-    for position, (slot, path) in enumerate(inserts):
-        index.insert(slot, _chain(path), [64] * len(path), float(position))
-    for slot in range(4):
-        assert index.held_tokens(slot) <= capacity
-    held = dict.fromkeys(index._holders, 0)
-    for slot, shelf in index._shelves.items():
-        assert shelf.held_tokens == sum(tokens for tokens, _ in shelf.blocks.values())
-        for block in shelf.blocks:
-            held[block] |= 1 << slot
-    assert held == index._holders
+    """Whatever happens: what is idle fits, masks and shelves agree, and a match is a prefix that some prompt had."""
+    index, running = PrefixIndex(capacity), []
+    for position, (slot, path, what) in enumerate(steps):
+        chain = _chain(path)
+        if what == "serve":
+            index.insert(slot, chain, [64] * len(path), float(position))
+        elif what == "begin":
+            running.append((slot, index.pin(slot, chain, [64] * len(path)), chain))
+        elif what == "forget":
+            index.forget(slot)
+        elif running:
+            place, stay, begun = running.pop(len(running) // 2)
+            kept = len(begun) // 2 if what == "fail" else len(begun)
+            index.discard(place, stay, begun[kept:])
+            index.release(place, stay, begun[:kept], float(position))
+        _check_books(index, capacity)
     matched = index.match(_chain(asked), [64] * len(asked), _slots(0, 1, 2, 3))
     for slot, tokens in enumerate(matched):
-        shared = max((_shared(asked, path) for s, path in inserts if s == slot), default=0)
+        shared = max((_shared(asked, path) for s, path, _ in steps if s == slot), default=0)
         assert tokens <= 64 * shared
+    for place, stay, begun in running:
+        index.release(place, stay, begun, 99.0)
+    assert not any(shelf.pinned for shelf in index._shelves.values())
+    _check_books(index, capacity)
+
+
+def _check_books(index: PrefixIndex, capacity: int) -> None:
+    held = dict.fromkeys(index._holders, 0)
+    for slot, shelf in index._shelves.items():
+        pinned = sum(tokens for tokens, _ in shelf.pinned.values())
+        idle = sum(tokens for tokens, _ in shelf.idle.values())
+        assert shelf.held_tokens == pinned + idle
+        assert not idle or shelf.held_tokens <= capacity
+        for block in (*shelf.pinned, *shelf.idle):
+            held[block] |= 1 << slot
+    assert held == index._holders
 
 
 def _shared(left: list[int], right: list[int]) -> int:

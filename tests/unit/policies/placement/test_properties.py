@@ -217,9 +217,6 @@ def test_exceptions_are_presets() -> None:
     assert {*LOAD_BLIND, *BY_ADDRESS} <= set(PRESETS)
 
 
-@pytest.mark.xfail(
-    reason="marginal cost: an empty index has no oldest entry, its age is taken as endless", strict=False
-)
 def test_a_prompt_beyond_every_cache_has_a_finite_cost() -> None:
     """It will be refused by the engine, not by arithmetic."""
     ranking = House(PRESETS["default"], [Endpoint(), Endpoint()]).ranking(input_tokens=10**7)
