@@ -194,15 +194,18 @@ def test_landmines_of_ext_proc() -> None:
 def test_landmines_of_the_routes() -> None:
     """A decided request follows our header without a total timeout; an undecided one is answered 503 in JSON."""
     host = manager_of(plain(bootstrap(Config.model_validate(CONFIGS["smallest"]))))["route_config"]["virtual_hosts"][0]
-    decided, undecided = host["routes"]
+    decided, undecided_grpc, undecided = host["routes"]
     assert decided["match"]["headers"] == [{"name": "x-pointsman-cluster", "present_match": True}]
     assert (decided["route"]["cluster_header"], decided["route"]["timeout"]) == ("x-pointsman-cluster", "0s")
     assert decided["route"]["retry_policy"]["num_retries"] == 1
-    assert undecided["direct_response"]["status"] == 503
+    assert undecided["direct_response"]["status"] == undecided_grpc["direct_response"]["status"] == 503
+    # a stream's messages may never end: what waited for them would wait for ever
+    (ext_proc,) = undecided_grpc["typed_per_filter_config"].values()
+    assert ext_proc["overrides"]["processing_mode"].get("request_body_mode", "NONE") == "NONE"
     error = json.loads(undecided["direct_response"]["body"]["inline_string"])["error"]
     assert set(error) == {"message", "type", "param", "code"}
     # the limit, and room for what we may add to a body: an alias can be shorter than the model's name
-    assert {route["request_body_buffer_limit"] for route in host["routes"]} == {32 * 1024 * 1024 + 65_536}
+    assert {route["request_body_buffer_limit"] for route in (decided, undecided)} == {32 * 1024 * 1024 + 65_536}
 
 
 def test_landmines_of_the_clusters() -> None:
