@@ -356,6 +356,16 @@ async def test_an_answer_of_ours_is_the_last_word(serve: Serve, gateway: Gateway
     await house.is_empty()
 
 
+@gateways("streams")
+async def test_a_body_without_end_is_refused_at_the_limit(serve: Serve, gateway: Gateway) -> None:
+    """Nobody makes us hold more than one body: the answer comes while the body still does."""
+    _, caller = await serve(EQUAL, {"limits": {"request_body_bytes": 2_000}})
+    stream = caller.open()
+    for message in gateway.request(post(*cut(chat(content="x" * 9_000), 1_000)))[:-1]:
+        await stream.send(message)
+    _check_refusal([await answer(stream)], Refused(413, "invalid_request_error", "body_too_large"))
+
+
 @gateways()
 async def test_too_many_requests_are_429_until_one_ends(serve: Serve, gateway: Gateway) -> None:
     """`limits.open_requests`, whoever holds them."""
