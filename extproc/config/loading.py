@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import build_policy, profile_of
 from extproc.config.schema import Config, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
+
+_Section = TypeVar("_Section", bound=BaseModel)
 
 
 class ConfigError(Exception):
@@ -61,7 +63,7 @@ def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic'
     return False
 
 
-_UNION_MEMBERS = {"str", "Profile", *KINDS}
+_UNION_MEMBERS = {"int", "str", "Profile", *KINDS}
 _UNIONS = ("tagged-union[", "function-before[")
 
 
@@ -117,14 +119,17 @@ def _with_absolute_files(config: Config, folder: Path) -> Config:
 
 
 def _with_absolute_endpoints(pool: Pool, folder: Path) -> Pool:
-    file = pool.endpoints.file
-    if file is None:
-        return pool
-    return pool.model_copy(update={"endpoints": pool.endpoints.model_copy(update={"file": folder / file})})
+    found = _with_absolute(pool.endpoints, folder, "file")
+    if found.kubernetes is not None:
+        kubernetes = _with_absolute(found.kubernetes, folder, "ca_file", "token_file")
+        found = found.model_copy(update={"kubernetes": kubernetes})
+    return pool.model_copy(update={"endpoints": found})
 
 
 def _with_absolute_pems(tls: Tls | None, folder: Path) -> Tls | None:
-    if tls is None:
-        return None
-    names = ("certificate", "key", "client_ca")
-    return tls.model_copy(update={name: folder / path for name in names if (path := getattr(tls, name)) is not None})
+    return None if tls is None else _with_absolute(tls, folder, "certificate", "key", "client_ca")
+
+
+def _with_absolute(section: _Section, folder: Path, *names: str) -> _Section:
+    given = {name: path for name in names if (path := getattr(section, name)) is not None}
+    return section.model_copy(update={name: folder / path for name, path in given.items()})

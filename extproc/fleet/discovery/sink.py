@@ -24,8 +24,8 @@ class DiscoveryEvents(Protocol):
     def discovery_failed(self, pool: str, reason: str) -> None:
         """Why a source could not be read; one of a fixed set of words."""
 
-    def discovery_state(self, pool: str, *, endpoints: int, stale: bool) -> None:
-        """How many endpoints the list in use has, and whether its source cannot be read at the moment."""
+    def discovery_state(self, pool: str, *, endpoints: int, skipped: int, stale: bool) -> None:
+        """How many endpoints the list in use has and lacks, and whether its source cannot be read at the moment."""
 
 
 class Sink:
@@ -36,12 +36,16 @@ class Sink:
         self._report = report
         self._events = events
         self._last: dict[str, Discovered] | None = None
+        self._skipped = 0
 
-    def found(self, endpoints: Iterable[Discovered | str]) -> None:
-        """The source was read: this is all it lists, in whatever order. Reported further when it has changed."""
+    def found(self, endpoints: Iterable[Discovered | str], *, skipped: int = 0, stale: bool = False) -> None:
+        """The source was read: this is all it lists, in whatever order. Reported further when it has changed.
+
+        `skipped`: what ought to be endpoints beside these and cannot. `stale`: part of the source cannot be read.
+        """
         listed = as_discovered(endpoints)
         self._events.discovered(self.pool, ok=True)
-        self._events.discovery_state(self.pool, endpoints=len(listed), stale=False)
+        self._note(len(listed), skipped, stale=stale)
         if listed != self._last:
             self._last = listed
             self._report(self.pool, list(listed.values()))
@@ -51,4 +55,10 @@ class Sink:
         log.warning("endpoints not read, keeping the last good list", pool=self.pool, reason=reason, error=str(error))
         self._events.discovered(self.pool, ok=False)
         self._events.discovery_failed(self.pool, reason)
-        self._events.discovery_state(self.pool, endpoints=len(self._last or ()), stale=True)
+        self._note(len(self._last or ()), self._skipped, stale=True)
+
+    def _note(self, endpoints: int, skipped: int, *, stale: bool) -> None:
+        if skipped and skipped != self._skipped:
+            log.warning("no endpoints for want of an address or a port", pool=self.pool, skipped=skipped)
+        self._skipped = skipped
+        self._events.discovery_state(self.pool, endpoints=endpoints, skipped=skipped, stale=stale)

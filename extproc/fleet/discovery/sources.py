@@ -12,8 +12,9 @@ from pathlib import Path
 
 from extproc.config.schema import Pool
 from extproc.fleet.discovery.dns import follow_dns
-from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, parse_endpoints
+from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, as_discovered, parse_endpoints
 from extproc.fleet.discovery.files import follow_parsed
+from extproc.fleet.discovery.kubernetes import follow_kubernetes
 from extproc.fleet.discovery.sink import DiscoveryEvents, Sink
 
 
@@ -34,7 +35,7 @@ class Discovery:
                 del self._tasks[name]
         for name, pool in by_name.items():
             if pool.endpoints.static is not None:
-                self._sink(name).found(pool.endpoints.static)
+                self._sink(name).found(as_discovered(pool.endpoints.static).values())
             elif name not in self._tasks:
                 self._tasks[name] = (pool, asyncio.create_task(self._follow(pool), name=f"discovery {name}"))
 
@@ -55,6 +56,8 @@ class Discovery:
             await follow_endpoints_file(endpoints.file, sink)
         elif endpoints.dns is not None:
             await follow_dns(endpoints.dns, sink)
+        elif endpoints.kubernetes is not None:
+            await follow_kubernetes(endpoints.kubernetes, sink)
 
 
 async def follow_endpoints_file(file: Path, sink: Sink) -> None:

@@ -98,7 +98,7 @@ def count_pool(house: House, pool: str) -> None:
     house.metrics.endpoint_refused(pool)
     house.metrics.discovered(pool, ok=True)
     house.metrics.discovery_failed(pool, "timeout")
-    house.metrics.discovery_state(pool, endpoints=1, stale=True)
+    house.metrics.discovery_state(pool, endpoints=1, skipped=1, stale=True)
 
 
 def test_a_pools_series_go_with_it(house: House) -> None:
@@ -270,7 +270,7 @@ def report_everything(metrics: Metrics) -> None:
     metrics.probed(ok=False)
     metrics.discovered("p", ok=True)
     metrics.discovery_failed("p", "timeout")
-    metrics.discovery_state("p", endpoints=3, stale=True)
+    metrics.discovery_state("p", endpoints=3, skipped=2, stale=True)
     metrics.stage("parse").observe(1e-4)
 
 
@@ -300,6 +300,7 @@ def test_every_event_has_its_name(house: House) -> None:
     assert house.value("discoveries_total", pool="p", result="ok") == 1
     assert house.value("discovery_failures_total", pool="p", reason="timeout") == 1
     assert house.value("discovery_endpoints", pool="p") == 3
+    assert house.value("discovery_skipped", pool="p") == 2
     assert house.value("discovery_stale", pool="p") == 1
     assert house.value("stage_seconds_count", stage="parse") == 1
 

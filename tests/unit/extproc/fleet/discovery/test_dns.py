@@ -103,7 +103,7 @@ class House:
         """DiscoveryEvents."""
         self.failures.append(reason)
 
-    def discovery_state(self, pool: str, *, endpoints: int, stale: bool) -> None:  # noqa: ARG002
+    def discovery_state(self, pool: str, *, endpoints: int, skipped: int, stale: bool) -> None:  # noqa: ARG002
         """DiscoveryEvents."""
         self.stale = stale
 
