@@ -63,7 +63,7 @@ def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic'
     return False
 
 
-_UNION_MEMBERS = {"int", "str", "Profile", *KINDS}
+_UNION_MEMBERS = {"int", "str", "Profile", "Endpoint", *KINDS}
 _UNIONS = ("tagged-union[", "function-before[")
 
 

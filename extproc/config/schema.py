@@ -275,23 +275,35 @@ class Kubernetes(Model):
         return self
 
 
+class Endpoint(Model):
+    """One endpoint and what policies may go by. `cost` in any unit, as long as it is the same for all."""
+
+    address: str
+    weight: float = Field(1.0, gt=0, le=1e6, description="for weighted turns")
+    zone: Name | None = Field(None, description="where it runs; see the top level's `zone`")
+    cost: float = Field(0.0, ge=0, le=1e12, description="for `least-cost`")
+
+    _address = field_validator("address")(check_address)
+
+
 class Endpoints(Model):
     """Where a pool's endpoints come from: exactly one source."""
 
-    static: tuple[str, ...] | None = None
+    static: tuple[str | Endpoint, ...] | None = None
     file: Path | None = Field(None, description="YAML or JSON list of IP:port, watched; relative to the config file")
     dns: Dns | None = None
     kubernetes: Kubernetes | None = None
 
     @field_validator("static")
     @classmethod
-    def _check_static(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _check_static(cls, value: tuple[str | Endpoint, ...] | None) -> tuple[str | Endpoint, ...] | None:
         if value is None:
             return None
-        addresses = tuple(check_address(address) for address in value)
+        endpoints = tuple(check_address(one) if isinstance(one, str) else one for one in value)
+        addresses = [one if isinstance(one, str) else one.address for one in endpoints]
         if len(set(addresses)) != len(addresses):
             raise ValueError("an address is listed twice")
-        return addresses
+        return endpoints
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -467,6 +479,7 @@ class Config(Model):
     """One configuration file."""
 
     listen: Listen = Listen()
+    zone: Name | None = Field(None, description="where this Pointsman runs; endpoints elsewhere are remote")
     pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
     routing: Routing = Routing()
     wire: Wire = Wire()

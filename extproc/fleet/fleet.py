@@ -65,7 +65,7 @@ class _Member:
 
     __slots__ = (
         "address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "progress",
-        "progress_at_s", "run", "slot",
+        "progress_at_s", "run", "slot", "zone",
     )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
@@ -79,6 +79,7 @@ class _Member:
         self.capacity_tokens: int | None = None  # as the engine reports it
         self.progress: float | None = None  # what the engine counts as it works, when last it changed
         self.progress_at_s = -math.inf
+        self.zone: str | None = None
         self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
 
@@ -114,6 +115,7 @@ class Fleet:
         self._leaving_clusters: dict[str, tuple[float, frozenset[str]]] = {}
         self._thresholds = Thresholds()
         self._no_progress_s = math.inf
+        self._zone: str | None = None
 
     # -- configuration and discovery
 
@@ -125,8 +127,10 @@ class Fleet:
             probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
         )
         self._no_progress_s = probe.no_progress_ms / 1000
+        self._zone = config.zone
         for member in self._members.values():
             member.lifecycle.thresholds = self._thresholds
+            self._apply_zone(member)
         published = self.assignments()
         for pool in config.pools:
             self._configure_pool(pool)
@@ -177,6 +181,7 @@ class Fleet:
             self._leave(pool, address)
         for endpoint in listed.values():
             self._heed_shutdown(pool, endpoint)
+            self._note_attributes(endpoint)
         self._synced.add(pool)
         self._refresh_members(pool)
         if wanted != current:
@@ -188,6 +193,18 @@ class Fleet:
         member = self._members.get(endpoint.address)  # None: refused, beyond the bound
         if member is not None:
             self._hold(member, f"pool {pool}", drain=endpoint.terminating)
+
+    def _note_attributes(self, endpoint: Discovered) -> None:
+        """What policies may go by; where pools differ, the last one told."""
+        member = self._members.get(endpoint.address)
+        if member is not None:
+            self.state.weight[member.slot], self.state.cost[member.slot] = endpoint.weight, endpoint.cost
+            member.zone = endpoint.zone
+            self._apply_zone(member)
+
+    def _apply_zone(self, member: _Member) -> None:
+        """An endpoint or a Pointsman that does not say where it is is not remote."""
+        self.state.remote[member.slot] = None not in (member.zone, self._zone) and member.zone != self._zone
 
     def _hold(self, member: _Member, who: str, *, drain: bool) -> None:
         """Note that `who` wants it drained, or no more. It serves again when nobody does."""
@@ -307,7 +324,7 @@ class Fleet:
             ewma = self.state.error_ewma
             ewma[member.slot] += _ERROR_WEIGHT * ((evidence is not Evidence.SERVED) - ewma[member.slot])
         self._observe(member, evidence)
-        if evidence is Evidence.FAILED:
+        if evidence in (Evidence.FAILED, Evidence.UNFIT):
             self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
 
     def served_after(self, address: str, ttft_s: float) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from extproc.config.schema import check_address
+from pydantic import ValidationError
+
+from extproc.config.schema import Endpoint, check_address
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -17,14 +20,17 @@ class Discovered:
     """One endpoint, as its source lists it.
 
     `terminating`: it is being shut down. It gets no new requests, but Envoy keeps it while the source lists it, so
-    that the requests running on it end as they would have.
+    that the requests running on it end as they would have. The rest is for policies, as in the config's `Endpoint`.
     """
 
     address: str
     terminating: bool = False
+    weight: float = 1.0
+    zone: str | None = None
+    cost: float = 0.0
 
 
-def as_discovered(endpoints: Iterable[Discovered | str]) -> dict[str, Discovered]:
+def as_discovered(endpoints: Iterable[Discovered | Endpoint | str]) -> dict[str, Discovered]:
     """By address. An address alone is an endpoint of which nothing else is known.
 
     An address listed twice keeps its first place, and is terminating only if it is so wherever it is listed: a
@@ -32,10 +38,18 @@ def as_discovered(endpoints: Iterable[Discovered | str]) -> dict[str, Discovered
     """
     found: dict[str, Discovered] = {}
     for endpoint in endpoints:
-        new = Discovered(endpoint) if isinstance(endpoint, str) else endpoint
+        new = _discovered(endpoint)
         if new.address not in found or found[new.address].terminating:
             found[new.address] = new
     return found
+
+
+def _discovered(endpoint: Discovered | Endpoint | str) -> Discovered:
+    if isinstance(endpoint, str):
+        return Discovered(endpoint)
+    if isinstance(endpoint, Discovered):
+        return endpoint
+    return Discovered(endpoint.address, weight=endpoint.weight, zone=endpoint.zone, cost=endpoint.cost)
 
 
 class BadEndpoints(Exception):
@@ -52,9 +66,16 @@ def parse_endpoints(text: str | None) -> list[Discovered]:
         raise BadEndpoints(f"not YAML or JSON: {error}") from error
     if isinstance(document, dict):
         document = document.get("endpoints")
-    if not isinstance(document, list) or not all(isinstance(address, str) for address in document):
+    if not isinstance(document, list) or not all(isinstance(listed, str | dict) for listed in document):
         raise BadEndpoints("expected a list of IP:port, or a mapping with one under `endpoints`")
     try:
-        return list(as_discovered(check_address(address) for address in document).values())
+        return list(as_discovered(_checked(listed) for listed in document).values())
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise BadEndpoints(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
     except ValueError as error:
         raise BadEndpoints(str(error)) from error
+
+
+def _checked(listed: str | dict[str, Any]) -> str | Endpoint:
+    return check_address(listed) if isinstance(listed, str) else Endpoint.model_validate(listed)

@@ -12,7 +12,7 @@ from extproc.cli import cli
 from extproc.config.loading import ConfigError, load, parse
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import policy_of, presets
-from extproc.config.schema import Config, check_address
+from extproc.config.schema import Config, Endpoint, check_address
 from policies.placement.rotation import ConsistentHashSpec
 from policies.placement.scorers import SCORERS
 from policies.placement.weighted import WeightedSpec
@@ -39,6 +39,14 @@ def faults(text: str) -> list[str]:
 
 
 # -- good files
+
+
+def test_endpoints_may_have_more_to_say_than_an_address() -> None:
+    """As mappings, beside plain addresses in the same list."""
+    text = pool(endpoints="{static: ['10.0.0.1:80', {address: '[0::1]:80', weight: 2, zone: a, cost: 1.5}]}")
+    plain, told = parse(text).pools[0].endpoints.static or ()
+    assert plain == "10.0.0.1:80"
+    assert told == Endpoint(address="[::1]:80", weight=2, zone="a", cost=1.5)
 
 
 def test_the_smallest_useful_file_is_enough() -> None:
@@ -93,6 +101,18 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
         (
             pool(endpoints="{static: ['10.0.0.1:80', '10.0.0.1:80']}"),
             "f.yaml: pools[0].endpoints.static: an address is listed twice",
+        ),
+        (
+            pool(endpoints="{static: ['10.0.0.1:80', {address: '10.0.0.1:80'}]}"),
+            "f.yaml: pools[0].endpoints.static: an address is listed twice",
+        ),
+        (
+            pool(endpoints="{static: [{address: '10.0.0.1:80', weight: 0}]}"),
+            "f.yaml: pools[0].endpoints.static[0].weight: Input should be greater than 0 (given: 0)",
+        ),
+        (
+            pool(endpoints="{static: [{address: '10.0.0.1:80', wait: 1}]}"),
+            "f.yaml: pools[0].endpoints.static[0].wait: unknown key; see `pointsman check --schema` for what there is",
         ),
         (
             pool("aliases: {a: x}"),

@@ -28,6 +28,12 @@ def test_an_address_listed_twice_counts_once() -> None:
     assert found == [Discovered("10.0.0.2:80"), Discovered("10.0.0.1:80")]
 
 
+def test_an_endpoint_may_have_more_to_say() -> None:
+    """Weight, zone and cost beside the address; addresses alone may stand in the same list."""
+    found = parse_endpoints("[{address: '[0::1]:80', weight: 2, zone: eu-1a, cost: 0.5}, 10.0.0.1:80]")
+    assert found == [Discovered("[::1]:80", weight=2.0, zone="eu-1a", cost=0.5), Discovered("10.0.0.1:80")]
+
+
 def test_an_empty_list_is_a_list() -> None:
     """Scaled to zero on purpose."""
     assert parse_endpoints("[]") == []
@@ -45,7 +51,9 @@ def test_an_empty_list_is_a_list() -> None:
         ("{hosts: [10.0.0.1:80]}", "expected a list"),
         ("{endpoints: 10.0.0.1:80}", "expected a list"),
         ("[17]", "expected a list"),
-        ("[{address: 10.0.0.1:80}]", "expected a list"),
+        ("[{host: 10.0.0.1:80}]", "address: Field required"),
+        ("[{address: 'engine:80'}]", "is not IP:port"),
+        ("[{address: 10.0.0.1:80, weight: 0}]", "weight: Input should be greater than 0"),
         ("[engine:80]", "is not IP:port"),
         ("[10.0.0.1]", "is not IP:port"),
         ("[10.0.0.1:0]", "port outside 1-65535"),
