@@ -68,7 +68,7 @@ def _own_fields(section: Any) -> set[str]:
     if not is_dataclass(section) or "kind" not in {field.name for field in fields(section)}:
         return set()
     common = {field.name: field.default for field in fields(PolicySpec)} | {"kind": _kind(section)}
-    return {field.name for field in fields(section) if common.get(field.name, MISSING) != field.default}
+    return {field.name for field in fields(section) if field.name not in common or common[field.name] != field.default}
 
 
 def _members_of_model(section: type[BaseModel]) -> Iterator[tuple[str, Any, Any]]:
