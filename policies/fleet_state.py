@@ -69,17 +69,19 @@ MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
 class _NamesBySlot:
     """A set of names per slot, and which slots have a name. The masks are kept until any set changes."""
 
-    __slots__ = ("_names", "_slots_having")
+    __slots__ = ("_counts", "_names", "_slots_having")
 
     def __init__(self) -> None:
         self._names: dict[int, frozenset[str]] = {}
         self._slots_having: dict[str, npt.NDArray[np.bool_]] = {}
+        self._counts = np.empty(0, np.int64)
 
     def put(self, slot: int, names: frozenset[str]) -> None:
         """`slot` has exactly these."""
         if self._names.get(slot, frozenset()) != names:
             self._names[slot] = names
             self._slots_having.clear()
+            self._counts = np.empty(0, np.int64)
 
     def of(self, slot: int) -> frozenset[str]:
         """What `slot` has."""
@@ -92,6 +94,12 @@ class _NamesBySlot:
             mask = np.array([name in self.of(slot) for slot in range(size)], np.bool_)
             self._slots_having[name] = mask
         return mask
+
+    def count(self, size: int) -> npt.NDArray[np.int64]:
+        """How many each of the first `size` slots has, shape (size,)."""
+        if len(self._counts) != size:
+            self._counts = np.array([len(self.of(slot)) for slot in range(size)], np.int64)
+        return self._counts
 
 
 class TooManyEndpoints(Exception):

@@ -18,7 +18,7 @@ from annotated_types import Ge
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
 from policies.placement.view import View
-from policies.types import Decision, Mask, Ranking
+from policies.types import Decision, Floats, Mask, Ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +83,21 @@ class WeightedRoundRobin:
 
     def __init__(self, name: str = "weighted_round_robin") -> None:
         self.name = name
-        self._credit: dict[int, float] = {}
+        self._credit: Floats = np.zeros(0)  # by slot
 
     def rank(self, view: View, length: int) -> Ranking:
         """Highest credit first."""
         weights = view.state.weight[view.slots]
-        credit = np.array([self._credit.get(slot, 0.0) for slot in view.slots.tolist()]) + weights
+        known = view.slots[view.slots < len(self._credit)]  # the slots rise, so these are the first
+        credit = weights.copy()
+        credit[: len(known)] += self._credit[known]
         return ranking(view, credit, {"weight": weights}, max_score(credit, length, view.rng))
 
     def committed(self, decision: Decision) -> None:
         """Take over the candidates' credit; who was no candidate starts anew when it is one again."""
         made = decision.ranking
-        self._credit = dict(zip(made.candidates.tolist(), made.scores.tolist(), strict=True))
+        self._credit = np.zeros(int(made.candidates[-1]) + 1)
+        self._credit[made.candidates] = made.scores
         self._credit[decision.order[0]] -= float(made.parts["weight"].sum())
 
 

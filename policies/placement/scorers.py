@@ -163,7 +163,7 @@ def lora_affinity(view: View, windows: Windows) -> Floats:  # noqa: ARG001 - one
         return np.ones(len(slots))
     running = state.running_adapters.having(name, size)[slots]
     waiting = state.waiting_adapters.having(name, size)[slots]
-    taken = np.array([len(state.running_adapters.of(slot)) for slot in slots.tolist()])
+    taken = state.running_adapters.count(size)[slots]
     full = (state.max_adapters[slots] > 0) & (taken >= state.max_adapters[slots])
     score: Floats = np.select([running, waiting, ~full], [1.0, 0.8, 0.6], 0.0)
     return score
