@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import BaseModel
 
+from extproc.access.gate import gate_of
+from extproc.access.key_file import KeyFile
 from extproc.admin.server import AdminServer
 from extproc.config.generations import Generation
 from extproc.config.loading import ConfigError, load
@@ -35,6 +37,7 @@ from extproc.flight import Flights
 from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
+from extproc.observe.request_log import RequestLog
 from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
 from extproc.wire.access_log import AccessLog
@@ -73,9 +76,11 @@ class App:
         self._state = FleetState(stale_after_s=_stale_after_s(config), max_endpoints=config.limits.endpoints)
         self.fleet = Fleet(self._state, self.metrics, time.monotonic)
         self.decision_log = DecisionLog(config.observe.decisions)
+        self._request_log = _request_log(config, self.metrics)
+        self._outcomes = Outcomes(self.fleet, self.metrics, self.decision_log, self._request_log)
         self.flights = Flights(
             self._state,
-            Outcomes(self.fleet, self.metrics, self.decision_log),
+            self._outcomes,
             time.monotonic,
             max_open=config.limits.open_requests,
             max_unsettled=config.limits.unsettled_requests,
@@ -90,7 +95,9 @@ class App:
             clock=time.monotonic,
             wall_clock=time.time,
             rng=Random(),
+            request_log=self._request_log,
         )
+        self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
         self._watchers = Watchers(self.fleet, self.metrics, config)
         self._discovery = Discovery(self._discovered, self.metrics)
@@ -122,7 +129,7 @@ class App:
 
     def _handlers(self) -> dict[tuple[str, str], Any]:
         processor = Processor(self.flights, self.pipeline, self.metrics)
-        access_log = AccessLog(self.flights, self.metrics)
+        access_log = AccessLog(self.flights, self.metrics, self._outcomes.stray)
         return {
             (EXT_PROC, "Process"): bidirectional(processor.process),
             (ACCESS_LOG, "StreamAccessLogs"): client_streaming(access_log.stream),
@@ -143,6 +150,9 @@ class App:
         await self._server.stop(_STOP_GRACE_S)
         await self._health.stop()
         await self._admin.stop()
+        await self._key_file.close()
+        if self._request_log is not None:
+            await asyncio.to_thread(self._request_log.close)
         log.info("stopped", open_streams=self.flights.open_count)
 
     async def _tick(self) -> None:
@@ -165,6 +175,8 @@ class App:
         gone = {pool.name for pool in self.generation.config.pools} - {pool.name for pool in generation.config.pools}
         self.generation = self.pipeline.generation = generation
         config = generation.config
+        self._key_file.configure(config.access.api_keys_file)
+        self._set_gate()
         self._state.stale_after_s = _stale_after_s(config)
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
@@ -176,6 +188,10 @@ class App:
             self.metrics.pool_gone(name)
         self._watchers.watch(self.fleet.addresses())
         self._keep(config)
+
+    def _set_gate(self) -> None:
+        """Let in whom the config and the key file say now."""
+        self.pipeline.gate = gate_of(self.generation.config.access, self._key_file.keys)
 
     def _keep(self, config: Config) -> None:
         if self._last_good is None:
@@ -233,9 +249,9 @@ class App:
         """The newest refusals."""
         return self.decision_log.read_refusals(limit)
 
-    def explain(self, path: str, body: bytes) -> dict[str, Any]:
-        """Where a body would go now."""
-        return self.pipeline.explain(path, body)
+    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
+        """Where a body would go now, if `tenant` sent it."""
+        return self.pipeline.explain(path, body, tenant)
 
     def config(self) -> dict[str, Any]:
         """The generation in force."""
@@ -263,6 +279,11 @@ class App:
         }
 
 
+def _request_log(config: Config, metrics: Metrics) -> RequestLog | None:
+    wanted = config.observe.request_log
+    return None if wanted is None else RequestLog(wanted, metrics.request_log_lost, time.monotonic)
+
+
 def _stale_after_s(config: Config) -> float:
     return config.scrape.interval_ms * config.scrape.stale_after_intervals / 1000
 
@@ -276,6 +297,7 @@ _FIXED_PARTS = (
     "limits.endpoints",
     "observe.decisions",
     "observe.log",
+    "observe.request_log",
     # parts of Envoy's listener and routes, which stand in its bootstrap
     "wire.response_headers",
     "timeouts.stream_idle_s",
@@ -286,6 +308,8 @@ _FIXED_PARTS = (
 
 def _warn_of_fixed_parts(old: Config, new: Config) -> None:
     changed = [part for part in _FIXED_PARTS if _field(old, part) != _field(new, part)]
+    if old.access.in_envoy != new.access.in_envoy:
+        changed.append("access")
     if changed:
         log.warning("changed, but in effect at the next start only", fields=changed)
 
@@ -324,7 +348,8 @@ def _with_fixed_parts_of(held: Config, config: Config) -> Config:
     """`config`, but with what is fixed until a restart of the whole as in `held`."""
     for part in _FIXED_PARTS:
         config = _with(config, part, _field(held, part))
-    return config
+    # keys come and go; but whether there are any is known to Envoy, which shows us credentials or does not
+    return config if config.access.in_envoy == held.access.in_envoy else _with(config, "access", held.access)
 
 
 def _with(section: _Section, path: str, value: object) -> _Section:

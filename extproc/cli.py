@@ -133,7 +133,20 @@ def check(
     for pool in loaded.pools:
         source = f"file {pool.endpoints.file}" if pool.endpoints.file else f"{len(pool.endpoints.static or ())} static"
         typer.echo(f"pool {pool.name}: models {', '.join(pool.models)}; endpoints: {source}; policy: {pool.policy}")
+    _check_keys(loaded)
     typer.echo(f"{config} is valid (presets: {', '.join(presets())})")
+
+
+def _check_keys(config: Config) -> None:
+    from extproc.access.key_file import parsed_or_why_not, read_text
+    from extproc.access.keys import BadKeys
+
+    file = config.access.api_keys_file
+    found = config.access.api_keys if file is None else parsed_or_why_not(read_text(file))
+    if isinstance(found, BadKeys):
+        _fail(f"{file}: {found}")
+    if config.access.takes_keys:
+        typer.echo(f"access: {len(found)} API keys in {file or 'the config'}")
 
 
 @cli.command()
@@ -149,6 +162,25 @@ def envoy(
     loaded = _load(config)
     make = envoy_config.bootstrap if output is EnvoyFormat.BOOTSTRAP else envoy_config.filters
     typer.echo(envoy_config.to_yaml(make(loaded)), nl=False)
+
+
+@cli.command()
+def key(
+    tenant: Annotated[str, typer.Option(help="whose requests it will mark")],
+    name: Annotated[str | None, typer.Option(help="of the key, as logs show it; default: TENANT and a number")] = None,
+) -> None:
+    """Make an API key: prints it, once, and the line that lets it in."""
+    from extproc.access.keys import digest_of, make_key, name_for
+    from extproc.config.schema import ApiKey
+
+    made = make_key()
+    try:
+        entry = ApiKey(name=name or name_for(tenant), tenant=tenant, sha256=digest_of(made))
+    except ValueError as error:
+        _fail(f"no name for a tenant or a key: {error}")
+    typer.echo(f"key, for the client, shown only now:\n  {made}\n")
+    typer.echo("line, for `access.api_keys` or the file of `access.api_keys_file`:")
+    typer.echo(f"  - {json.dumps(entry.model_dump())}")
 
 
 @cli.command()

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from extproc.access.gate import Caller
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.types import Decision, InferenceRequest, Reservation
@@ -76,11 +77,28 @@ class Completion:
     request_bytes: int
     response_bytes: int
     usage: Usage | None = None
+    path: str = ""
 
     @property
     def client_left(self) -> bool:
         """The client ended it. What Envoy then does to the endpoint's connection is not the endpoint's fault."""
         return "downstream_connection_termination" in self.flags or "downstream_remote_reset" in self.flags
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a request log will tell of a routed request beside what a Flight knows; made only where there is one.
+
+    `prompt` is its beginning as it came, and empty unless prompts are wanted.
+    """
+
+    path: str
+    kind: str
+    asked_model: str
+    model: str
+    stream: bool
+    first_endpoint: str
+    prompt: bytes
 
 
 class FlightEvents(Protocol):
@@ -104,8 +122,11 @@ class Flight:
 
     __slots__ = (
         "_flights",
+        "caller",
         "charged",
+        "claims",
         "ended_at_s",
+        "note",
         "opened_at_s",
         "placement",
         "pool",
@@ -135,6 +156,14 @@ class Flight:
         self.charged: tuple[str, ...] = ()
         self.subset: tuple[str, ...] | None = None
         self.streamed = False
+        self.claims: Mapping[str, str] | None = None
+        self.caller: Caller | None = None
+        self.note: Note | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose request it is, once that is established; None for ever where everybody may call."""
+        return None if self.caller is None else self.caller.tenant
 
     def reserve(
         self, request: InferenceRequest, decision: Decision, placement: Placement, reservation: Reservation

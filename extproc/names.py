@@ -9,6 +9,9 @@ FIRST_CHOICE_HEADER = "x-pointsman-endpoint"
 REQUEST_ID_HEADER = "x-pointsman-request-id"
 MODEL_HEADER = "x-pointsman-model"
 
+CREDENTIAL_HEADERS = ("authorization", "x-api-key")
+"""Where clients put their keys and tokens: OpenAI's the first, Anthropic's the second."""
+
 # Dynamic metadata
 LB_NAMESPACE = "envoy.lb"
 """Holds DESTINATION_HEADER from us and SERVED_KEY from the gateway: the endpoint-picker protocol."""
@@ -17,6 +20,10 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 METADATA_NAMESPACE = "pointsman"
 USAGE_NAMESPACE = "pointsman.usage"
+
+JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
+"""Where Envoy's filter of that name puts what it verified, under JWT_KEY."""
+JWT_KEY = "pointsman"
 
 OWN_DETAILS = "pointsman_"
 """How Envoy's response_code_details begin where the answer was ours."""

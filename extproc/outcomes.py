@@ -1,4 +1,4 @@
-"""What becomes of requests, passed on to whom it concerns: the fleet's evidence, the metrics, the decision log."""
+"""What becomes of requests, passed on to whom it concerns: the fleet's evidence, the metrics, the logs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
+from extproc.observe.request_log import RequestLog
 from policies.lifecycle import Evidence
 
 
@@ -17,10 +18,13 @@ _UNFIT = "status_500"
 class Outcomes:
     """The FlightEvents of a running system."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, decisions: DecisionLog) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, decisions: DecisionLog, request_log: RequestLog | None = None
+    ) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._decisions = decisions
+        self._request_log = request_log
 
     def moved(self, flight: Flight, from_slot: int, to_slot: int) -> None:  # noqa: ARG002 - FlightEvents
         """Another endpoint serves the request than the one chosen."""
@@ -45,15 +49,27 @@ class Outcomes:
             self._metrics.used_tokens(pool, "cached", completion.usage.cached_tokens)
             self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
+        if self._request_log is not None:
+            self._request_log.settled(flight, completion, outcome)
 
     def missing(self, flight: Flight) -> None:
         """The access-log entry did not come in time."""
         self._metrics.entry_missing()
-        self._decisions.finish(flight.request_id, flight.served_by, {"outcome": "no access-log entry"})
+        self._decisions.finish(flight.request_id, flight.served_by, {"outcome": _UNTOLD})
+        if self._request_log is not None:
+            self._request_log.missing(flight, _UNTOLD)
+
+    def stray(self, completion: Completion) -> None:
+        """An access-log entry came for a request that we did not route, or do not know (any more)."""
+        if self._request_log is not None:
+            self._request_log.stray(completion, outcome_of(completion))
 
     def _pool(self, flight: Flight) -> str:
         """The pool's name as a label; empty once it is gone, or the last requests would bring its series back."""
         return flight.pool if flight.pool in self._fleet.placements else ""
+
+
+_UNTOLD = "no access-log entry"
 
 
 def outcome_of(completion: Completion) -> str:

@@ -14,11 +14,13 @@ from typing import Any, Protocol, cast
 
 import structlog
 
+from extproc.access.gate import gate_of
 from extproc.config.generations import Generation, Target
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights
 from extproc.names import RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
+from extproc.observe.request_log import RequestLog
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import (
     BY_PATH,
@@ -80,14 +82,17 @@ class Pipeline:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         rng: Random,
+        request_log: RequestLog | None = None,
     ) -> None:
         # Global state: swapped by a reload
         self.generation = generation
+        self.gate = gate_of(generation.config.access, None)
         self.draining = False
         # What outlives generations
         self._fleet = fleet
         self._flights = flights
         self._decisions = decisions
+        self._request_log = request_log
         self._stored = StoredResponses()
         self._clock = clock
         self._wall_clock = wall_clock
@@ -107,7 +112,7 @@ class Pipeline:
 
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:
         """The refusal of a request whose headers alone condemn it, so that its body need not be sent; else None."""
-        refusal = self._judge_headers(self.generation, headers)
+        refusal = self._judge_headers(self.generation, flight, headers)
         return None if refusal is None else self._refuse(flight, headers, refusal)
 
     def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
@@ -134,14 +139,16 @@ class Pipeline:
         path = path_of(headers)
         api = by_path(path)
         self._events.refused_with(refusal.reason, refusal.status)
-        self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal)
+        self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal, flight.tenant)
+        if self._request_log is not None:
+            self._request_log.refused(flight, path, refusal)
         return refuse(refusal, anthropic=api is not None and api.anthropic, grpc=is_grpc(headers))
 
     def _decide(
         self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
     ) -> Reply | Pending | Refusal:
         generation = self.generation
-        refusal = self._judge_headers(generation, headers)
+        refusal = self._judge_headers(generation, flight, headers)
         if refusal is not None:
             return refusal
         if len(body) > generation.config.limits.request_body_bytes:
@@ -151,18 +158,40 @@ class Pipeline:
             return Pending(asyncio.ensure_future(self._decide_inflated(flight, headers, body)))
         if api.model_in is ModelIn.NOWHERE:
             self._events.answered("models")
+            if self._request_log is not None:
+                self._request_log.answered(flight, path_of(headers))
             return Answer(200, generation.models_body, reason="models")
         began = perf_counter()
-        plan = make_plan(generation, self._stored, Incoming(api, headers, body, flight.request_id, plain))
+        plan = make_plan(
+            generation, self._stored, Incoming(api, headers, body, flight.request_id, plain, flight.tenant)
+        )
         if isinstance(plan, Refusal):
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
+        plan.request.tenant = flight.tenant
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        return self._place(generation, flight, plan, parsed_at)
+        route = self._place(generation, flight, plan, parsed_at)
+        if self._request_log is not None and isinstance(route, Route):
+            self._request_log.routed(flight, path_of(headers), plan.request, route.addresses[0])
+        plan.request.prompt = b""  # it goes no further than this
+        return route
 
-    def _judge_headers(self, generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
-        """Refusals that need no look into the body."""
+    def _admit(self, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
+        """Establish who asks, once per request; a refusal for those who may not."""
+        if self.gate is None or flight.caller is not None:
+            return None
+        admitted = self.gate.admit(headers, flight.claims)
+        if isinstance(admitted, Refusal):
+            return admitted
+        flight.caller, flight.claims = admitted, None
+        return None
+
+    def _judge_headers(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
+        """Refusals that need no look into the body. Who may not call learns nothing else."""
+        turned_away = self._admit(flight, headers)
+        if turned_away is not None:
+            return turned_away
         refusal = None if without_path(headers) else _judge_path(generation, headers)
         api = _api(headers)
         if refusal is not None or (api is not None and api.model_in is ModelIn.NOWHERE):
@@ -199,12 +228,11 @@ class Pipeline:
             target.headers,
             plan.splices,
             target.list_for_all,
-            plan.remove_headers,
+            plan.remove_headers + generation.hidden_headers,
         )
 
     def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:
-        """Count and log the decision; the prompt goes no further than this."""
-        request.prompt = b""
+        """Count and log the decision."""
         self._events.decided(
             decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
         )
@@ -214,20 +242,25 @@ class Pipeline:
 
     # -- the same choice, without carrying it out
 
-    def explain(self, path: str, body: bytes) -> dict[str, Any]:
-        """Where this body would go now and why; `error` says why it would be refused."""
+    def explain(self, path: str, body: bytes, tenant: str | None = None) -> dict[str, Any]:
+        """Where this body of `tenant`'s would go now and why; `error` says why it would be refused."""
         generation = self.generation
         api = by_path(path)
         if api is None or api.model_in is not ModelIn.JSON:
             return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
-        plan = make_plan(generation, self._stored, Incoming(api, {}, body, ""))
+        plan = make_plan(generation, self._stored, Incoming(api, {}, body, "", tenant=tenant))
         if isinstance(plan, Refusal):
             return {"error": plan.message, "status": plan.status, "reason": plan.reason}
         target, request = plan.target, plan.request
         placement: Placement = self._fleet.placements[target.pool.name]
         rng = Random(0)  # its own, so that asking does not change what live requests draw
         decision = placement.choose(request, self._fleet.state, self._clock(), rng, length=target.list_length)
-        asked = {"asked_model": request.asked_model, "model": request.model, "input_tokens": request.input_tokens}
+        asked = {
+            "asked_model": request.asked_model,
+            "model": request.model,
+            "input_tokens": request.input_tokens,
+            "tenant": tenant,
+        }
         if isinstance(decision, Unplaceable):
             return {**asked, "pool": target.pool.name, **explain_unplaceable(decision)}
         return {**asked, **explain(decision)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import TypeAlias
 
 import msgspec
@@ -74,6 +75,8 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
     headers: Headers = (_JSON,)
     if refusal.retry_after_s is not None:
         headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
+    if refusal.status == HTTPStatus.UNAUTHORIZED:
+        headers = (_JSON, ("www-authenticate", 'Bearer realm="pointsman"'))
     return Answer(refusal.status, msgspec.json.encode(error), headers, refusal.reason)
 
 
@@ -94,11 +97,13 @@ def _anthropic_error(refusal: Refusal) -> dict[str, object]:
 
 _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
+    Reason.WRONG_CREDENTIALS: "invalid_api_key",
 }
 """Codes that OpenAI's clients know by name; elsewhere the code is our reason."""
 
 _SERVER_ERROR = 500
 _ANTHROPIC_TYPES = {
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",

@@ -72,6 +72,9 @@ class Reason(StrEnum):
     UNSUPPORTED_CONTENT_TYPE = "unsupported_content_type"
     UNSUPPORTED_BODY_MODE = "unsupported_body_mode"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    NO_CREDENTIALS = "no_credentials"
+    WRONG_CREDENTIALS = "wrong_credentials"
+    KEYS_UNREADABLE = "keys_unreadable"
     UNKNOWN_PATH = "unknown_path"
     UNKNOWN_MODEL = "unknown_model"
     UNKNOWN_RESPONSE = "unknown_response"
@@ -103,6 +106,7 @@ class InferenceRequest:
     `model` is the name the engines serve; `asked_model` the name the client sent (an alias, perhaps).
     `block_hashes[i]` names the prompt up to the end of block i; `block_tokens[i]` is the estimate for that block alone.
     `subset`: the only addresses allowed, as `IP:port` or `IP`; None allows all.
+    `tenant`: who asks, from a source that the config trusts; None where it trusts none.
     """
 
     kind: Kind
@@ -118,6 +122,7 @@ class InferenceRequest:
     cache_salt: str | None = None
     excluded: frozenset[str] = frozenset()
     subset: tuple[str, ...] | None = None
+    tenant: str | None = None
 
 
 @dataclass(slots=True)

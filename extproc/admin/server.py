@@ -46,8 +46,8 @@ class Operations(Protocol):
     def refusals(self, limit: int) -> list[dict[str, Any]]:
         """The newest refusals."""
 
-    def explain(self, path: str, body: bytes) -> dict[str, Any]:
-        """Where a body would go now."""
+    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
+        """Where a body would go now, if `tenant` sent it."""
 
     def config(self) -> dict[str, Any]:
         """The generation in force."""
@@ -129,9 +129,9 @@ class AdminServer:
         return await self._told({"refusals": await self._beside(self._operations.refusals, _limit(request))})
 
     async def _explain(self, request: web.Request) -> web.Response:
-        """POST the body a client would send; `?path=` names the API, chat completions unless told."""
-        path = request.query.get("path", "/v1/chat/completions")
-        return await self._told(self._operations.explain(path, await request.read()))
+        """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
+        path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
+        return await self._told(self._operations.explain(path, await request.read(), tenant))
 
     async def _config(self, _request: web.Request) -> web.Response:
         return await self._told(self._operations.config())

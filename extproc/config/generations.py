@@ -14,7 +14,7 @@ from functools import cached_property
 import msgspec
 
 from extproc.config.schema import Config, Pool
-from extproc.names import RETRY_ON
+from extproc.names import CREDENTIAL_HEADERS, RETRY_ON
 from extproc.request.tokens import TokenRates
 from vllm_adapters.health import OURSELVES
 
@@ -90,6 +90,13 @@ class Generation:
             ("x-envoy-retry-on", RETRY_ON),
             ("x-envoy-retriable-status-codes", ",".join(map(str, statuses))),
         )
+
+    @cached_property
+    def hidden_headers(self) -> tuple[str, ...]:
+        """Request headers that end here: what lets a client in is no engine's business."""
+        access = self.config.access
+        ours = access.takes_keys or access.jwt is not None
+        return CREDENTIAL_HEADERS if ours and not access.forward_credentials else ()
 
     @cached_property
     def models_body(self) -> bytes:

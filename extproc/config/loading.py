@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import build_policy, profile_of
-from extproc.config.schema import Config, Pool, Tls
+from extproc.config.schema import Access, Config, Observe, Pool, Tls
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=BaseModel)
@@ -91,7 +91,8 @@ def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a
     if fault["type"] == "union_tag_invalid":
         return f"kind must be one of {', '.join(map(repr, KINDS))}, not {fault['ctx']['tag']!r}"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    given = fault.get("input")
+    # what stands where a digest should be may be the key itself
+    given = None if fault["loc"][-1:] == ("sha256",) else fault.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
     return f"{message}{shown}"
 
@@ -115,7 +116,24 @@ def _with_absolute_files(config: Config, folder: Path) -> Config:
     listen = config.listen.model_copy(
         update={name: _with_absolute_pems(getattr(config.listen, name), folder) for name in ("tls", "http_tls")}
     )
-    return config.model_copy(update={"pools": pools, "listen": listen})
+    access, observe = _with_absolute_keys(config.access, folder), _with_absolute_log(config.observe, folder)
+    return config.model_copy(update={"pools": pools, "listen": listen, "access": access, "observe": observe})
+
+
+def _with_absolute_keys(access: Access, folder: Path) -> Access:
+    updates: dict[str, object] = {}
+    if access.api_keys_file is not None:
+        updates["api_keys_file"] = folder / access.api_keys_file
+    if access.jwt is not None and access.jwt.jwks_file is not None:
+        updates["jwt"] = access.jwt.model_copy(update={"jwks_file": folder / access.jwt.jwks_file})
+    return access.model_copy(update=updates)
+
+
+def _with_absolute_log(observe: Observe, folder: Path) -> Observe:
+    log = observe.request_log
+    if log is None or log.file is None:
+        return observe
+    return observe.model_copy(update={"request_log": log.model_copy(update={"file": folder / log.file})})
 
 
 def _with_absolute_endpoints(pool: Pool, folder: Path) -> Pool:

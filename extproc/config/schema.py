@@ -10,8 +10,11 @@ import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
+import re2
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -371,6 +374,95 @@ class Routing(Model):
     allow_engine_admin: bool = Field(False, description="let path rules lead to the engines' own administration")
 
 
+LONGEST_TENANT = 128
+"""Characters of a tenant's name, whoever gives it."""
+TenantName = Annotated[str, StringConstraints(pattern=rf"^[^\x00-\x1f\x7f]{{1,{LONGEST_TENANT}}}$")]
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+"""As Envoy spells them: in lower case."""
+
+
+class ApiKey(Model):
+    """One key. The key itself stands nowhere: `pointsman key` makes one and prints this of it."""
+
+    name: Name
+    tenant: TenantName
+    sha256: str = Field(description="of the key, as 64 hex digits")
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_a_digest(cls, value: str) -> str:
+        # who puts the key itself here must not find it in an error message
+        if re.fullmatch(r"[0-9a-fA-F]{64}", value) is None:
+            raise ValueError("not a SHA-256 as 64 hex digits; `pointsman key` makes a key and prints its line")
+        return value.lower()
+
+
+def _keys_differ(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+    _refuse_twice("key name", [key.name for key in keys])
+    _refuse_twice("sha256", [key.sha256 for key in keys])
+    return keys
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], AfterValidator(_keys_differ)]
+
+
+class Jwt(Model):
+    """Tokens that Envoy verifies, and which of their claims names the tenant."""
+
+    issuer: Annotated[str, StringConstraints(min_length=1)] = Field(description="what the claim `iss` must be")
+    audiences: tuple[str, ...] = Field(description="one of these must be in the claim `aud`; [] accepts any")
+    tenant_claim: Annotated[str, StringConstraints(min_length=1)] = Field(
+        "tenant", description="whose value is the tenant; dots lead into objects"
+    )
+    jwks_file: Path | None = Field(None, description="the issuer's public keys, relative to the config file")
+    jwks_uri: Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+/\S*$")] | None = Field(
+        None, description="the same, fetched by Envoy"
+    )
+    jwks_ca: Path = Field(
+        Path("/etc/ssl/certs/ca-certificates.crt"), description="who may sign the certificate of an https `jwks_uri`"
+    )
+
+    @field_validator("jwks_uri")
+    @classmethod
+    def _has_a_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            _ = urlsplit(value).port  # raises ValueError for one that is none
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.jwks_file is None) == (self.jwks_uri is None):
+            raise ValueError("give exactly one of: jwks_file, jwks_uri")
+        return self
+
+
+class Access(Model):
+    """Who may call, and as whom. Any one of the sources given lets a caller in; with none, everybody may call."""
+
+    api_keys: ApiKeys = ()
+    api_keys_file: Path | None = Field(None, description="YAML or JSON list of the same, watched")
+    jwt: Jwt | None = None
+    tenant_header: HeaderName | None = Field(
+        None, description="header that names the tenant, set by a gateway before us"
+    )
+    forward_credentials: bool = Field(False, description="let engines see the keys and tokens of clients")
+
+    @property
+    def takes_keys(self) -> bool:
+        """API keys let callers in, even if there is none (any more)."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
+    @property
+    def guarded(self) -> bool:
+        """Not everybody may call."""
+        return self.takes_keys or self.jwt is not None or self.tenant_header is not None
+
+    @property
+    def in_envoy(self) -> tuple[object, ...]:
+        """What of this stands in the configuration Envoy was started with."""
+        return self.takes_keys, self.jwt, self.tenant_header, self.forward_credentials
+
+
 class Wire(Model):
     """How we talk to Envoy."""
 
@@ -457,12 +549,48 @@ class Log(Model):
     format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
 
 
+def _check_pattern(value: str) -> str:
+    try:
+        re2.compile(value, quiet_re2())
+    except re2.error as error:
+        said = error.args[0]
+        why = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+        raise ValueError(f"no regular expression that RE2 understands: {why}") from None
+    return value
+
+
+def quiet_re2() -> re2.Options:
+    """Options under which RE2 does not write to standard error what it raises as well."""
+    options = re2.Options()
+    options.log_errors = False
+    return options
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+
+
+class RequestLog(Model):
+    """A line of JSON per finished request."""
+
+    file: Path | None = Field(None, description="relative to the config file; standard output without one")
+    max_bytes: Positive = Field(100 * 1024 * 1024, description="a file grown to this is put aside")
+    backups: int = Field(5, ge=1, le=1_000, description="files put aside that are kept")
+    queue: Positive = Field(10_000, description="lines waiting to be written; more are dropped and counted")
+    prompts: bool = Field(False, description="log the beginning of every prompt")
+    prompt_bytes: Positive = Field(4_096, le=1_048_576, description="so much of it")
+    redact: tuple[Literal["email", "credit_card", "api_key"], ...] = ("email", "credit_card", "api_key")
+    redact_patterns: dict[Name, Pattern] = Field(
+        default_factory=dict, description="name -> regular expression (RE2); each match becomes [name]"
+    )
+
+
 class Observe(Model):
     """What can be seen from outside."""
 
     metrics: str = "0.0.0.0:9090"
     decisions: int = Field(1_000, ge=0, description="decisions kept for /v1/decisions")
     log: Log = Log()
+    request_log: RequestLog | None = Field(None, description="none unless asked for; `{}` asks for one")
 
     _addresses = field_validator("metrics")(check_address)
 
@@ -482,6 +610,7 @@ class Config(Model):
     zone: Name | None = Field(None, description="where this Pointsman runs; endpoints elsewhere are remote")
     pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
     routing: Routing = Routing()
+    access: Access = Access()
     wire: Wire = Wire()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()

@@ -17,6 +17,7 @@ import yaml
 from extproc.config.schema import Config
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log
+from extproc.control.authentication import key_set_clusters
 from extproc.control.clusters import (
     load_assignment,
     own_pool_clusters,
@@ -46,7 +47,7 @@ def bootstrap(
         node=envoy.Node(id=node_id, cluster=node_cluster),
         admin=_admin(admin_socket) if admin_socket else None,
         static_resources=envoy.BootstrapStaticResources(
-            listeners=listeners(config), clusters=[pointsman_cluster(config)]
+            listeners=listeners(config), clusters=[pointsman_cluster(config), *key_set_clusters(config)]
         ),
         dynamic_resources=_dynamic_resources(),
     )
@@ -63,12 +64,16 @@ def filters(config: Config) -> Sections:
     return {
         "listener": listener_settings(config),
         "http_connection_manager": http_settings(config),
-        "early_header_mutation_extensions": [header_stripping()],
-        "http_filters": http_filters(),
+        "early_header_mutation_extensions": [header_stripping(config)],
+        "http_filters": http_filters(config),
         "virtual_host": virtual_host(config),
         "local_reply_config": local_replies(),
         "access_log": [request_log()],
-        "clusters": [pointsman_cluster(config), *own_pool_clusters(config, via="own_stream")],
+        "clusters": [
+            pointsman_cluster(config),
+            *key_set_clusters(config),
+            *own_pool_clusters(config, via="own_stream"),
+        ],
     }
 
 

@@ -36,6 +36,7 @@ with warnings.catch_warnings():
         CircuitBreakersThresholds,
         Cluster,
         ClusterDiscoveryType,
+        ClusterDnsLookupFamily,
         ClusterEdsClusterConfig,
         LoadBalancingPolicy,
         LoadBalancingPolicyPolicy,
@@ -62,6 +63,7 @@ with warnings.catch_warnings():
         Http2ProtocolOptions,
         Http3ProtocolOptions,
         HttpProtocolOptions,
+        HttpUri,
         KeepaliveSettings,
         Node,
         Pipe,
@@ -119,6 +121,16 @@ with warnings.catch_warnings():
         ProcessingModeBodySendMode,
         ProcessingModeHeaderSendMode,
     )
+    from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
+        JwksAsyncFetch,
+        JwtAuthentication,
+        JwtHeader,
+        JwtProvider,
+        JwtRequirement,
+        JwtRequirementOrList,
+        RemoteJwks,
+        RequirementRule,
+    )
     from envoy_data_plane.envoy.extensions.filters.http.router.v3 import (
         Router,
         RouterUpstreamAccessLogOptions,
@@ -153,7 +165,10 @@ with warnings.catch_warnings():
         CertificateValidationContext,
         CommonTlsContext,
         DownstreamTlsContext,
+        SubjectAltNameMatcher,
+        SubjectAltNameMatcherSanType,
         TlsCertificate,
+        UpstreamTlsContext,
     )
     from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
         HttpProtocolOptions as UpstreamHttpProtocolOptions,
@@ -165,7 +180,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
     from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
     from envoy_data_plane.google.protobuf import Any as ProtoAny
-    from envoy_data_plane.google.protobuf import Struct
+    from envoy_data_plane.google.protobuf import Empty, Struct
     from envoy_data_plane.message_pool import default_message_pool
 
 __all__ = (
@@ -188,6 +203,7 @@ __all__ = (
     "CircuitBreakersThresholds",
     "Cluster",
     "ClusterDiscoveryType",
+    "ClusterDnsLookupFamily",
     "ClusterEdsClusterConfig",
     "ClusterLoadAssignment",
     "CommonGrpcAccessLogConfig",
@@ -199,6 +215,7 @@ __all__ = (
     "DirectResponseAction",
     "DownstreamTlsContext",
     "EarlyHeaderMutation",
+    "Empty",
     "Endpoint",
     "ExpressionFilter",
     "ExtProcOverrides",
@@ -229,6 +246,13 @@ __all__ = (
     "HttpGrpcAccessLogConfig",
     "HttpProtocolOptions",
     "HttpProtocolOptionsExplicitHttpConfig",
+    "HttpUri",
+    "JwksAsyncFetch",
+    "JwtAuthentication",
+    "JwtHeader",
+    "JwtProvider",
+    "JwtRequirement",
+    "JwtRequirementOrList",
     "KeepaliveSettings",
     "LbEndpoint",
     "LeastRequest",
@@ -257,6 +281,8 @@ __all__ = (
     "QuicDownstreamTransport",
     "QuicKeepAliveSettings",
     "QuicProtocolOptions",
+    "RemoteJwks",
+    "RequirementRule",
     "ResponseMapper",
     "RetryPolicy",
     "RetryPolicyRetryBackOff",
@@ -273,6 +299,8 @@ __all__ = (
     "SocketAddressProtocol",
     "StringMatcher",
     "Struct",
+    "SubjectAltNameMatcher",
+    "SubjectAltNameMatcherSanType",
     "Subset",
     "SubsetLbSubsetFallbackPolicy",
     "SubsetLbSubsetSelector",
@@ -283,6 +311,7 @@ __all__ = (
     "TypedStruct",
     "UdpListenerConfig",
     "UpstreamHttpProtocolOptions",
+    "UpstreamTlsContext",
     "VirtualHost",
     "extension",
     "pack",

@@ -12,6 +12,7 @@ from datetime import timedelta
 from extproc.config.schema import Config, Tls
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log, upstream_log
+from extproc.control.authentication import authentication_filters
 from extproc.control.clusters import (
     body_window,
     http2,
@@ -21,6 +22,8 @@ from extproc.control.clusters import (
 from extproc.control.local_replies import local_replies
 from extproc.control.routes import EXT_PROC, processing_mode, route_configuration
 from extproc.names import (
+    CREDENTIAL_HEADERS,
+    JWT_NAMESPACE,
     LB_NAMESPACE,
     METADATA_NAMESPACE,
     STRIPPED_HEADERS,
@@ -130,9 +133,9 @@ def http_connection_manager(config: Config) -> envoy.HttpConnectionManager:
     manager = http_settings(config)
     manager.stat_prefix = "pointsman"
     manager.route_config = route_configuration(config)
-    manager.http_filters = http_filters()
+    manager.http_filters = http_filters(config)
     manager.access_log = [request_log()]
-    manager.early_header_mutation_extensions = [header_stripping()]
+    manager.early_header_mutation_extensions = [header_stripping(config)]
     manager.local_reply_config = local_replies()
     return manager
 
@@ -147,28 +150,34 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
         server_header_transformation=envoy.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
     )
     manager.upgrade_configs = [
-        envoy.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters())
+        envoy.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters(config))
     ]
     _set_timeouts(manager, config)
     _set_path_rules(manager)
     return manager
 
 
-def http_filters() -> list[envoy.HttpFilter]:
-    """Usage extraction, ext_proc, router. Responses meet them in the opposite order."""
-    return [_usage_filter(), _ext_proc_filter(envoy.ProcessingModeBodySendMode.BUFFERED), _router_filter()]
+def http_filters(config: Config) -> list[envoy.HttpFilter]:
+    """Verified tokens, usage extraction, ext_proc, router. Responses meet them in the opposite order."""
+    decide = _ext_proc_filter(config, envoy.ProcessingModeBodySendMode.BUFFERED)
+    return [*authentication_filters(config), _usage_filter(), decide, _router_filter()]
 
 
-def _upgrade_filters() -> list[envoy.HttpFilter]:
+def _upgrade_filters(config: Config) -> list[envoy.HttpFilter]:
     """The same for a WebSocket, whose request never ends: a buffered one would never be sent on."""
-    return [_ext_proc_filter(envoy.ProcessingModeBodySendMode.NONE), _router_filter()]
+    decide = _ext_proc_filter(config, envoy.ProcessingModeBodySendMode.NONE)
+    return [*authentication_filters(config), decide, _router_filter()]
 
 
-def header_stripping() -> envoy.TypedExtensionConfig:
+def header_stripping(config: Config) -> envoy.TypedExtensionConfig:
     """Removes, before anything else reads them, the headers by which a client could choose its own endpoint."""
     return envoy.extension(
         "envoy.http.early_header_mutation.header_mutation",
-        envoy.EarlyHeaderMutation(mutations=[envoy.HeaderMutation(remove=name) for name in STRIPPED_HEADERS]),
+        envoy.EarlyHeaderMutation(
+            mutations=[
+                envoy.HeaderMutation(remove=name) for name in STRIPPED_HEADERS if name != config.access.tenant_header
+            ]
+        ),
     )
 
 
@@ -213,7 +222,7 @@ def _usage_filter() -> envoy.HttpFilter:
     )
 
 
-def _ext_proc_filter(bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilter:
+def _ext_proc_filter(config: Config, bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilter:
     return envoy.HttpFilter(
         name=EXT_PROC,
         typed_config=envoy.pack(
@@ -225,19 +234,30 @@ def _ext_proc_filter(bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilt
                 message_timeout=_HOLD,
                 # without these two, routing headers and x-envoy-* timeouts from us are dropped in silence
                 mutation_rules=envoy.HeaderMutationRules(allow_all_routing=True, allow_envoy=True),
-                forward_rules=envoy.HeaderForwardingRules(allowed_headers=_forwarded_headers()),
-                metadata_options=envoy.MetadataOptions(
-                    receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(
-                        untyped=[LB_NAMESPACE, METADATA_NAMESPACE]
-                    )
-                ),
+                forward_rules=envoy.HeaderForwardingRules(allowed_headers=_forwarded_headers(config)),
+                metadata_options=_metadata(config),
             )
         ),
     )
 
 
-def _forwarded_headers() -> envoy.ListStringMatcher:
-    exact = [envoy.StringMatcher(exact=name) for name in _FORWARDED]
+def _metadata(config: Config) -> envoy.MetadataOptions:
+    """What we may write, and what is told to us."""
+    options = envoy.MetadataOptions(
+        receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, METADATA_NAMESPACE])
+    )
+    if config.access.jwt is not None:
+        options.forwarding_namespaces = envoy.MetadataOptionsMetadataNamespaces(untyped=[JWT_NAMESPACE])
+    return options
+
+
+def _forwarded_headers(config: Config) -> envoy.ListStringMatcher:
+    names = [*_FORWARDED]
+    if config.access.takes_keys:  # shown to us only if it is us who checks them
+        names.extend(CREDENTIAL_HEADERS)
+    if config.access.tenant_header is not None:
+        names.append(config.access.tenant_header)
+    exact = [envoy.StringMatcher(exact=name) for name in names]
     return envoy.ListStringMatcher(
         patterns=exact + [envoy.StringMatcher(prefix=prefix) for prefix in _FORWARDED_PREFIXES]
     )

@@ -34,6 +34,13 @@ class _Kind:
 
 _KINDS = (
     _Kind(
+        # a token for another audience is a 403
+        "(response.code == 401 || response.code_details.startsWith('jwt_authn'))",
+        "invalid_request_error",
+        "invalid_api_key",
+        "No valid token: send one as `Authorization: Bearer ...` (%RESPONSE_CODE_DETAILS%).",
+    ),
+    _Kind(
         "response.code == 413",
         "invalid_request_error",
         "body_too_large",

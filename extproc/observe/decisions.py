@@ -34,6 +34,7 @@ class Record:
     model: str
     input_tokens: int
     stream: bool
+    tenant: str | None
     decision: Decision
     served_by: str | None = None
     outcome: dict[str, Any] | None = None
@@ -47,7 +48,7 @@ class DecisionLog:
 
     def __init__(self, capacity: int) -> None:
         self._records: deque[Record] = deque(maxlen=capacity)
-        self._refusals: deque[tuple[float, str, str, Refusal]] = deque(maxlen=capacity)
+        self._refusals: deque[tuple[float, str, str, str | None, Refusal]] = deque(maxlen=capacity)
         self._by_id: dict[str, Record] = {}
 
     def add(self, time_s: float, request_id: str, request: InferenceRequest, decision: Decision) -> None:
@@ -64,21 +65,24 @@ class DecisionLog:
             request.model,
             request.input_tokens,
             request.stream,
+            request.tenant,
             decision,
         )
         self._records.append(record)
         self._by_id[request_id] = record
 
-    def add_refusal(self, time_s: float, request_id: str, path: str, refusal: Refusal) -> None:
+    def add_refusal(
+        self, time_s: float, request_id: str, path: str, refusal: Refusal, tenant: str | None = None
+    ) -> None:
         """Keep one refusal."""
-        self._refusals.append((time_s, request_id, path[:_LONGEST_PATH], refusal))
+        self._refusals.append((time_s, request_id, path[:_LONGEST_PATH], tenant, refusal))
 
     def read_refusals(self, limit: int) -> list[dict[str, Any]]:
         """The newest `limit` refusals, newest first."""
         newest = list(self._refusals)[-limit:] if limit > 0 else []
         return [
-            {"time": round(time_s, 3), "request_id": request_id, "path": path, **asdict(refusal)}
-            for time_s, request_id, path, refusal in reversed(newest)
+            {"time": round(time_s, 3), "request_id": request_id, "path": path, "tenant": tenant, **asdict(refusal)}
+            for time_s, request_id, path, tenant, refusal in reversed(newest)
         ]
 
     def finish(self, request_id: str, served_by: str | None, outcome: dict[str, Any]) -> None:
@@ -117,6 +121,7 @@ def _explain_record(record: Record, *, whole: bool) -> dict[str, Any]:
         "rewritten": record.asked_model != record.model,
         "input_tokens": record.input_tokens,
         "stream": record.stream,
+        "tenant": record.tenant,
         **(explain(decision) if whole else _outline(decision) | {"candidates": [], "filtered": []}),
         "rows_left_out": 0 if whole else _rows(decision),
         "served_by": record.served_by,

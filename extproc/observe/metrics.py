@@ -74,6 +74,8 @@ class Metrics:
         self._reloads = self._counter("config_reloads", "Config reloads", "result")
         for result in ("ok", "rejected"):
             self._reloads.labels(result)  # shown from the start: `increase()` does not see a series appear at 1
+        self._key_files = self._counter("api_key_file_reads", "Reads of the API key file", "result")
+        self._unlogged = self._counter("request_log_lost", "Lines of the request log not written", "why")
         self._generation = self._gauge("config_generation", "Generation in force")
 
     def _fleet(self) -> None:
@@ -222,6 +224,14 @@ class Metrics:
     def reloaded(self, *, ok: bool) -> None:
         """A changed config was read."""
         self._child(self._reloads, "ok" if ok else "rejected").inc()
+
+    def key_file_read(self, *, ok: bool) -> None:
+        """The file of API keys was read."""
+        self._child(self._key_files, _result(ok=ok)).inc()
+
+    def request_log_lost(self, why: str) -> Counter:
+        """The count of request-log lines lost for one cause; hold on to it, it may be raised in any thread."""
+        return self._child(self._unlogged, why)
 
     def generation_in_force(self, generation: int) -> None:
         """Which generation is in force now."""

@@ -18,6 +18,7 @@ from extproc.request import encodings
 from extproc.request.apis import Api, ModelIn, canonical, path_of, response_id
 from extproc.request.parsing import (
     Parsed,
+    Stored,
     model_edits,
     no_model,
     parse_body,
@@ -33,13 +34,17 @@ _INVALID = "invalid_request_error"
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One request as it came, under the id we gave it. `plain`: what `plain_body` said, if it was asked before."""
+    """One request as it came, under the id we gave it. `plain`: what `plain_body` said, if it was asked before.
+
+    `tenant`: whose it is; None where everybody may call.
+    """
 
     api: Api
     headers: Mapping[str, str]
     body: bytes
     request_id: str
     plain: bytes | Refusal | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,10 @@ def _from_body(
     edits = model_edits(plain, parsed, target.model)
     own_id = None
     if parsed.stored is not None:
-        _stay_with_previous(request, parsed.stored.previous_id, stored)
+        refusal = _judge_stored(parsed.stored, stored, incoming.tenant)
+        if refusal is not None:
+            return refusal
+        _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)
         if parsed.stored.wanted:
             own_id = parsed.stored.own_id or PREFIX + incoming.request_id
             if parsed.stored.own_id is None:
@@ -128,9 +136,23 @@ def _session(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-pointsman-session") or headers.get("x-session-id")
 
 
-def _stay_with_previous(request: InferenceRequest, previous_id: str | None, stored: StoredResponses) -> None:
+def _judge_stored(said: Stored, stored: StoredResponses, tenant: str | None) -> Refusal | None:
+    """Engines know no tenants: one that names another's answer, to go on from it or to replace it, stops here.
+
+    With tenants an answer must be known as the tenant's own. One that is unknown may be anybody's: we forget.
+    """
+    if tenant is not None and said.previous_id and stored.find(said.previous_id, tenant) is None:
+        return _unknown_response(said.previous_id, "previous_response_id")
+    if said.own_id and stored.is_anothers(said.own_id, tenant):
+        return Refusal(400, _INVALID, "this request_id cannot be used", Reason.INVALID_REQUEST, "request_id")
+    return None
+
+
+def _stay_with_previous(
+    request: InferenceRequest, previous_id: str | None, stored: StoredResponses, tenant: str | None
+) -> None:
     """An answer that goes on from another needs the engine that has the other."""
-    previous = stored.find(previous_id) if previous_id else None
+    previous = stored.find(previous_id, tenant) if previous_id else None
     if previous is not None and previous.model == request.model and previous.flight.served_by:
         request.subset = (previous.flight.served_by,)
 
@@ -160,11 +182,10 @@ def _from_path(generation: Generation, _: StoredResponses, incoming: Incoming) -
 
 def _from_response_id(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     asked = response_id(path_of(incoming.headers))
-    made = stored.find(asked)
+    made = stored.find(asked, incoming.tenant)
     target = None if made is None else generation.targets.get(made.model)
     if made is None or made.flight.served_by is None or target is None:
-        message = f"no response with id '{asked[:200]}' is known here"
-        return Refusal(404, _INVALID, message, Reason.UNKNOWN_RESPONSE, "response_id")
+        return _unknown_response(asked, "response_id")
     request = _bare_request(incoming, made.model, target)
     request.subset = (made.flight.served_by,)
     return Plan(target, request)
@@ -198,6 +219,11 @@ def too_large(generation: Generation) -> Refusal:
 def unknown_path(path: str) -> Refusal:
     """Neither an API nor an operator's rule."""
     return Refusal(404, _INVALID, f"no such path: {path[:200]}", Reason.UNKNOWN_PATH)
+
+
+def _unknown_response(response_id: str, param: str) -> Refusal:
+    message = f"no response with id '{response_id[:200]}' is known here"
+    return Refusal(404, _INVALID, message, Reason.UNKNOWN_RESPONSE, param)
 
 
 def _unknown_model(model: str) -> Refusal:

@@ -41,6 +41,12 @@ class StoredResponses:
         while len(self._made) > most:
             self._made.popitem()
 
-    def find(self, response_id: str) -> Made | None:
-        """Who has it, if we know."""
-        return self._made.get(response_id)
+    def find(self, response_id: str, tenant: str | None) -> Made | None:
+        """Who has it, if we know and it is the tenant's. Nobody learns that another's exists."""
+        made = self._made.get(response_id)
+        return made if made is not None and made.flight.tenant == tenant else None
+
+    def is_anothers(self, response_id: str, tenant: str | None) -> bool:
+        """Whether the id is taken by another tenant's answer."""
+        made = self._made.get(response_id)
+        return made is not None and made.flight.tenant != tenant

@@ -7,6 +7,7 @@ log, entries for attempts that failed or ran elsewhere than first chosen (`Attem
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc.aio
@@ -38,9 +39,13 @@ class AccessLogEvents(Protocol):
 class AccessLog:
     """The grpc.aio handler of `AccessLogService.StreamAccessLogs`, over raw bytes."""
 
-    def __init__(self, flights: Flights, events: AccessLogEvents) -> None:
+    def __init__(
+        self, flights: Flights, events: AccessLogEvents, on_stray: Callable[[Completion], None] = lambda _: None
+    ) -> None:
+        """`on_stray` gets the entries that belong to no flight; not those of answers of ours."""
         self._flights = flights
         self._events = events
+        self._on_stray = on_stray
 
     async def stream(self, _requests: object, context: Any) -> bytes:  # noqa: ANN401 - grpcio has no types
         """Read entries until Envoy closes the stream."""
@@ -80,7 +85,10 @@ class AccessLog:
             return
         if "no_healthy_upstream" in entry.flags:
             self._events.no_known_address()
-        self._events.entry(kind="request", result=self._result(entry))
+        result = self._result(entry)
+        self._events.entry(kind="request", result=result)
+        if result != "joined" and not entry.details.startswith(OWN_DETAILS):
+            self._on_stray(entry)
 
     def _result(self, entry: Completion) -> str:
         """`unrouted`: we answered it or it ended before we could. `unknown`: routed, but not by this process."""

@@ -6,7 +6,7 @@ control plane. Replies that never vary are serialised once at import.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -16,13 +16,15 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, wrappers_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2, wrappers_pb2
 
 from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
 from extproc.names import (
     CLUSTER_HEADER,
     DESTINATION_HEADER,
     FIRST_CHOICE_HEADER,
+    JWT_KEY,
+    JWT_NAMESPACE,
     LB_NAMESPACE,
     METADATA_NAMESPACE,
     OWN_DETAILS,
@@ -77,7 +79,8 @@ class Received:
     """One message from a gateway; what its phase does not carry is empty.
 
     With the first message of a stream, whatever its phase: `body_mode` and `response_mode`. With REQUEST_HEADERS:
-    `subset`, the addresses the endpoint must be one of. With RESPONSE_HEADERS: `served`, who answered.
+    `subset`, the addresses the endpoint must be one of; `claims` of a token that the gateway verified. With
+    RESPONSE_HEADERS: `served`, who answered.
     """
 
     phase: Phase
@@ -87,6 +90,7 @@ class Received:
     body_mode: BodyMode = BodyMode.UNSTATED
     response_mode: BodyMode = BodyMode.UNSTATED
     subset: tuple[str, ...] | None = None
+    claims: Mapping[str, str] | None = None
     served: str | None = None
 
     @property
@@ -125,7 +129,7 @@ def read(raw: bytes) -> Received:
         sent = message.request_headers
         received.headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
         received.end_of_stream = sent.end_of_stream
-        received.subset = _subset(message)
+        received.subset, received.claims = _subset(message), _claims(message)
     elif phase is Phase.RESPONSE_HEADERS:
         received.served = _served(message)
     elif phase is Phase.REQUEST_BODY or phase is Phase.RESPONSE_BODY:
@@ -142,6 +146,29 @@ def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:
     hint = namespaces[SUBSET_NAMESPACE].fields[SUBSET_KEY]
     texts = [hint.string_value] if hint.HasField("string_value") else [v.string_value for v in hint.list_value.values]
     return tuple(address for text in texts for part in text.split(",") if (address := part.strip()))
+
+
+def _claims(message: ext_proc.ProcessingRequest) -> dict[str, str] | None:
+    """What a token says that the gateway's JWT filter verified; None without one."""
+    namespaces = message.metadata_context.filter_metadata
+    if JWT_NAMESPACE not in namespaces or JWT_KEY not in namespaces[JWT_NAMESPACE].fields:
+        return None
+    return dict(_flat(namespaces[JWT_NAMESPACE].fields[JWT_KEY].struct_value, ""))
+
+
+_EXACT_NUMBER = 2.0**53
+
+
+def _flat(claims: struct_pb2.Struct, prefix: str) -> Iterator[tuple[str, str]]:
+    """Texts and whole numbers by name, those within objects by `object.name`; beyond 2^53 numbers run together."""
+    for name, value in claims.fields.items():
+        kind = value.WhichOneof("kind")
+        if kind == "string_value":
+            yield prefix + name, value.string_value
+        elif kind == "number_value" and value.number_value.is_integer() and abs(value.number_value) < _EXACT_NUMBER:
+            yield prefix + name, str(int(value.number_value))
+        elif kind == "struct_value":
+            yield from _flat(value.struct_value, f"{prefix}{name}.")
 
 
 def _served(message: ext_proc.ProcessingRequest) -> str | None:
@@ -398,6 +425,7 @@ def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
         request_bytes=request.request_body_bytes,
         response_bytes=response.response_body_bytes,
         usage=_usage(common),
+        path=request.path,
     )
 
 

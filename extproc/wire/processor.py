@@ -153,6 +153,7 @@ class Exchange:
         self.turn = Turn.BODY
         self._headers = message.headers
         self._flight.subset = message.subset
+        self._flight.claims = message.claims
         manner = _manner(message)
         if manner is None:
             return self._refuse_mode(message.body_mode)

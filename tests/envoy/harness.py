@@ -107,6 +107,7 @@ class System:
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         http, grpc, health, metrics, admin = free_ports(5)
         self.verify = config.pop("verify", None)
+        self.headers: dict[str, str] = config.pop("headers", {})
         self.url = f"{'https' if self.verify else 'http'}://127.0.0.1:{http}"
         self.admin_url = f"http://127.0.0.1:{admin}"
         self.health_address = f"127.0.0.1:{health}"
@@ -144,7 +145,7 @@ class System:
     def _serves(self) -> bool:
         if self.process.poll() is not None:
             raise AssertionError(f"pointsman up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
-        models = httpx.get(f"{self.url}/v1/models", timeout=5, verify=self._trust())
+        models = httpx.get(f"{self.url}/v1/models", headers=self.headers, timeout=5, verify=self._trust())
         return models.status_code == 200
 
     def _trust(self) -> ssl.SSLContext | bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import httpx
+import certifi
 import pytest
 import yaml
 from aiohttp import web
@@ -50,6 +51,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "retries": {"attempts": 5, "statuses": [500, 502, 503, 504]},
     },
     "nothing extra": {"pools": [POOL], "wire": {"response_headers": []}, "retries": {"attempts": 0, "statuses": []}},
+    "guarded": {
+        "pools": [POOL],
+        "access": {
+            "api_keys_file": "keys.yaml",
+            "jwt": {
+                "issuer": "i",
+                "audiences": ["a"],
+                "jwks_uri": "https://127.0.0.1/keys",
+                "jwks_ca": certifi.where(),
+            },
+            "tenant_header": "x-tenant",
+        },
+    },
+    "tokens alone": {
+        "pools": [POOL],
+        "access": {"jwt": {"issuer": "i", "audiences": [], "jwks_uri": "http://127.0.0.1:8000/keys"}},
+    },
     "tiny limits": {"pools": [POOL], "limits": {"request_body_bytes": 1, "envoy_connections": 1}},
     "huge limits": {"pools": [POOL], "limits": {"request_body_bytes": 2**31 - 1, "envoy_connections": 2**31 - 1}},
 }
@@ -659,3 +677,17 @@ async def test_headers_for_clients(folder: Path) -> None:
         assert (answer.headers["server"], answer.headers["x-pointsman-request-id"]) == ("an-engine", "some-id")
         assert not [name for name in answer.headers if name.startswith("x-envoy-")]
         assert "x-pointsman-request-id" not in (await client.get("/refused")).headers
+
+
+def test_credentials_are_shown_to_us_only_where_we_check_them() -> None:
+    """By default neither header leaves Envoy for us; with tokens alone Envoy checks them itself."""
+
+    def shown(name: str) -> set[str]:
+        *_, decide, _ = manager_of(plain(bootstrap(Config.model_validate(CONFIGS[name]))))["http_filters"]
+        patterns = decide["typed_config"]["forward_rules"]["allowed_headers"]["patterns"]
+        return {pattern["exact"] for pattern in patterns if "exact" in pattern}
+
+    credentials = {"authorization", "x-api-key"}
+    assert not shown("smallest") & credentials
+    assert not shown("tokens alone") & credentials
+    assert shown("guarded") >= credentials | {"x-tenant"}

@@ -7,13 +7,17 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from extproc.access.gate import gate_of
+from extproc.access.keys import digest_of
 from extproc.config.generations import RETRY_ON, Generation
 from extproc.config.loading import parse
+from extproc.config.schema import Access
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight, Flights, Stage
 from extproc.observe.decisions import DecisionLog
@@ -771,3 +775,61 @@ async def test_a_client_that_leaves_while_its_body_is_inflated_takes_nothing() -
     with pytest.raises(asyncio.CancelledError):
         await later.ready
     assert house.booked() == (0, 0, 0)
+
+
+# -- access
+
+GUARDED = CONFIG + f"access: {{api_keys: [{{name: laptop, tenant: acme, sha256: {digest_of('pm-1')}}}]}}\n"
+KEY = {"authorization": "Bearer pm-1"}
+
+
+def test_without_a_key_nothing_is_said_but_that() -> None:
+    """Neither early nor late, whatever else is wrong with the request."""
+    house = House(GUARDED)
+    for path in (CHAT, "/v1/models", "/nowhere", "/metrics", "/v1/responses/x"):
+        headers = {":method": "POST", ":path": path}
+        early = house.pipeline.refuse_early(house.flights.open(), headers)
+        late = house.pipeline.decide(house.flights.open(), headers, b"not json")
+        assert isinstance(early, Answer)
+        assert early == late
+        assert (early.status, dict(early.headers)["www-authenticate"]) == (401, 'Bearer realm="pointsman"')
+    assert house.events.decisions == []
+    assert set(house.events.refusals) == {("no_credentials", 401)}
+
+
+def test_a_tenant_goes_with_its_request() -> None:
+    """To the decision log and to refusals; the credentials stay behind."""
+    house = House(GUARDED)
+    route = house.ask(chat(), **KEY)
+    assert isinstance(route, Route)
+    assert set(route.remove_headers) == {"authorization", "x-api-key"}
+    assert house.log.read(1)[0]["tenant"] == "acme"
+    house.ask(chat("no such model"), **KEY)
+    assert house.log.read_refusals(1)[0]["tenant"] == "acme"
+    assert "pm-1" not in str(house.log.read(9)) + str(house.log.read_refusals(9))
+
+
+def test_who_asks_is_established_once() -> None:
+    """A key taken away while the body comes does not cut the request off, nor is it looked up twice."""
+    house = House(GUARDED)
+    flight = house.flights.open()
+    assert house.pipeline.refuse_early(flight, POST | KEY) is None
+    house.pipeline.gate = gate_of(Access(api_keys_file=Path("gone")), ())
+    assert isinstance(house.pipeline.decide(flight, POST | KEY, json.dumps(chat()).encode()), Route)
+
+
+def test_without_access_headers_pass_untouched(house: House) -> None:
+    """Engines may have keys of their own."""
+    route = house.ask(chat(), **KEY)
+    assert isinstance(route, Route)
+    assert route.remove_headers == ()
+    assert house.log.read(1)[0]["tenant"] is None
+
+
+def test_explain_tells_for_whom(house: House) -> None:
+    """And the answers of other tenants are not there for it."""
+    body = json.dumps(chat()).encode()
+    assert house.pipeline.explain(CHAT, body, "acme")["tenant"] == "acme"
+    follow = json.dumps({"model": "served", "input": "x", "previous_response_id": "resp_0"}).encode()
+    assert house.pipeline.explain("/v1/responses", follow, "acme")["status"] == 404
+    assert "error" not in house.pipeline.explain("/v1/responses", follow)

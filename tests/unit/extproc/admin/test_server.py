@@ -50,10 +50,10 @@ class Operations:
         self.asked.append(("refusals", limit))
         return [{"reason": "empty_body"}]
 
-    def explain(self, path: str, body: bytes) -> dict[str, Any]:
+    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """One explanation."""
         self._note_thread("explain")
-        self.asked.append(("explain", path, body))
+        self.asked.append(("explain", path, body, tenant))
         return {"pool": "p"}
 
     def config(self) -> dict[str, Any]:
@@ -169,10 +169,10 @@ async def test_a_limit_that_is_no_number_is_refused(house: House, route: str, li
 async def test_a_body_is_explained(house: House) -> None:
     """As chat unless told otherwise; the bytes as they are."""
     assert await house.ask("POST", "/v1/explain", b'{"model":"m"}') == (200, {"pool": "p"})
-    await house.ask("POST", "/v1/explain?path=/v1/completions", b"")
+    await house.ask("POST", "/v1/explain?path=/v1/completions&tenant=acme", b"")
     assert house.operations.asked == [
-        ("explain", "/v1/chat/completions", b'{"model":"m"}'),
-        ("explain", "/v1/completions", b""),
+        ("explain", "/v1/chat/completions", b'{"model":"m"}', None),
+        ("explain", "/v1/completions", b"", "acme"),
     ]
 
 

@@ -271,11 +271,11 @@ def test_the_answer_least_asked_for_is_forgotten_first() -> None:
     stored = StoredResponses()
     for name in ("a", "b", "c"):
         stored.remember(name, Made(flight(), "served"), 3)
-    stored.find("a")
+    stored.find("a", None)
     stored.remember("d", Made(flight(), "served"), 2)
     assert len(stored) == 2
-    assert stored.find("a") is not None
-    assert stored.find("b") is stored.find("c") is None
+    assert stored.find("a", None) is not None
+    assert stored.find("b", None) is stored.find("c", None) is None
 
 
 def test_of_rules_for_one_path_the_one_that_asks_for_most_headers_counts() -> None:

@@ -234,3 +234,17 @@ async def test_an_envoy_that_goes_away_is_no_error() -> None:
     raw = message(entry(DOWNSTREAM_END, flight.request_id))
     assert await house.log.stream(None, Context(raw, asyncio.CancelledError())) == b""
     assert len(house.events.ends) == 1
+
+
+def test_what_belongs_to_no_flight_is_passed_on_once() -> None:
+    """To the request log; not what is joined, and not answers of ours, which it has been told of."""
+    house = House()
+    strays: list[str] = []
+    house.log = AccessLog(house.flights, house.events, lambda completion: strays.append(completion.request_id))
+    flight = house.start()
+    own = entry(accesslog_pb2.DownstreamEnd, "own", address=False)
+    own.response.response_code_details = "pointsman_unknown_path"
+    kind = accesslog_pb2.DownstreamEnd
+    house.log.receive(message(entry(kind, flight.request_id), own, entry(kind, "before us")))
+    house.log.receive(message(entry(kind, "by envoy", address=False)))
+    assert strays == ["before us", "by envoy"]

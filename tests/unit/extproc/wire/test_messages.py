@@ -499,3 +499,34 @@ def test_every_kind_of_message_has_its_phase() -> None:
     """Whatever ext_proc can send is answered."""
     fields: Any = ext_proc.ProcessingRequest.DESCRIPTOR.oneofs_by_name["request"].fields
     assert {field.name for field in fields} == {phase.name.lower() for phase in CONTINUE}
+
+
+# -- verified claims
+
+
+def _with_claims(claims: dict[str, Any], namespace: str = "envoy.filters.http.jwt_authn") -> bytes:
+    """Request headers from a gateway whose JWT filter has verified these."""
+    message = ext_proc.ProcessingRequest()
+    message.request_headers.SetInParent()
+    message.metadata_context.filter_metadata[namespace].update({"pointsman": claims})
+    return bytes(message.SerializeToString())
+
+
+def test_verified_claims_are_read_by_name() -> None:
+    """Texts and whole numbers, those of objects by a dotted path; what could be mistaken for another is left out."""
+    claims = {
+        "tenant": "acme", "org": {"id": 42, "in": {"deep": "x"}}, "https://acme.org/t": "y", "half": 1.5, "yes": True,
+        "list": ["a"], "huge": 2.0**53,
+    }  # fmt: skip
+    assert read(_with_claims(claims)).claims == {
+        "tenant": "acme",
+        "org.id": "42",
+        "org.in.deep": "x",
+        "https://acme.org/t": "y",
+    }
+
+
+def test_claims_of_another_filter_are_none() -> None:
+    """Only what Envoy's JWT filter wrote under our name has been verified for us."""
+    assert read(_with_claims({"tenant": "acme"}, namespace="somebody.else")).claims is None
+    assert read(_with_claims({})).claims == {}
