@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
-WORDS = (
+WORDS = (  # noqa: SIM905 - prose is easier to keep than a list of quotes
     "the of and to in is that it was for on are as with they at be this from have or by one had not but what all were "
     "when we there can an your which their said if do will each about how up out then she many some so these would "
     "other into has more two like see time could no make than first been its who now people over down only way find "

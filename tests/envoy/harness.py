@@ -34,15 +34,15 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
-def eventually(check: Callable[[], Any], what: str, pause_s: float = 0.02) -> Any:
+def eventually(check: Callable[[], Any], what: str, pause_s: float = 0.02, within_s: float = HANG_GUARD_S) -> Any:
     """The first true result of `check`, asked again and again; fails the test with `what` at the hang guard."""
-    until = time.monotonic() + HANG_GUARD_S
+    until = time.monotonic() + within_s
     while time.monotonic() < until:
         with contextlib.suppress(httpx.HTTPError, OSError):
             if result := check():
                 return result
         time.sleep(pause_s)
-    raise AssertionError(f"did not happen within {HANG_GUARD_S} s: {what}")
+    raise AssertionError(f"did not happen within {within_s} s: {what}")
 
 
 class Engine:
