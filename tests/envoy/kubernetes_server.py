@@ -240,7 +240,7 @@ def pod(
 def endpoint(address: str, pod_name: str | None = None, **conditions: bool | None) -> dict[str, Any]:
     """An endpoint of a slice."""
     target = {"targetRef": {"kind": "Pod", "namespace": "llm", "name": pod_name}} if pod_name else {}
-    return {"addresses": [address], "conditions": conditions, "nodeName": "gpu-1", "zone": "a", **target}
+    return {"addresses": [address], "conditions": conditions, "nodeName": "gpu-1", **target}
 
 
 def endpoint_slice(

@@ -14,6 +14,8 @@ import msgspec
 from extproc.config.schema import check_address
 from extproc.fleet.discovery.endpoints import Discovered
 
+_ZONE_LABEL = "topology.kubernetes.io/zone"
+
 
 class _Part(msgspec.Struct, rename="camel"):
     """Base of all: names as Kubernetes writes them, other fields passed over."""
@@ -25,6 +27,7 @@ class Metadata(_Part):
     name: str = ""
     resource_version: str = ""
     deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
 
 
 class ContainerPort(_Part):
@@ -83,6 +86,11 @@ class Pod(_Part):
         return self.metadata.deletion_timestamp is not None
 
     @property
+    def zone(self) -> str | None:
+        """Where it runs, if its labels say so: Kubernetes itself puts this on nodes only, unless told to."""
+        return (self.metadata.labels or {}).get(_ZONE_LABEL)
+
+    @property
     def is_endpoint(self) -> bool:
         """Ready, or no longer, since it is terminating. One whose containers have ended may lose its address."""
         if self.status.phase in {"Succeeded", "Failed"} or not self.addresses:
@@ -124,6 +132,7 @@ class SliceEndpoint(_Part):
     addresses: list[str] = []
     conditions: EndpointConditions = msgspec.field(default_factory=EndpointConditions)
     target_ref: TargetRef | None = None
+    zone: str | None = None
 
 
 class SlicePort(_Part):
@@ -188,14 +197,14 @@ class Endpoints:
     found: list[Discovered] = field(default_factory=list)
     skipped: int = 0
 
-    def add(self, host: str | None, port: int | None, *, terminating: bool) -> None:
+    def add(self, host: str | None, port: int | None, *, terminating: bool, zone: str | None) -> None:
         """One endpoint, if there is an address and a port."""
         try:
             address = check_address(f"[{host}]:{port}" if ":" in (host or "") else f"{host}:{port}")
         except ValueError:
             self.skipped += 1
         else:
-            self.found.append(Discovered(address, terminating=terminating))
+            self.found.append(Discovered(address, terminating=terminating, zone=zone))
 
 
 def endpoints_of_pods(pods: Iterable[Pod], ports: Iterable[int | str], family: str) -> Endpoints:
@@ -206,7 +215,7 @@ def endpoints_of_pods(pods: Iterable[Pod], ports: Iterable[int | str], family: s
         if pod.is_endpoint:
             host = next((ip for ip in pod.addresses if family in ("any", _family(ip))), None)
             for port in wanted:
-                endpoints.add(host, pod.port(port), terminating=pod.terminating)
+                endpoints.add(host, pod.port(port), terminating=pod.terminating, zone=pod.zone)
     return endpoints
 
 
@@ -225,7 +234,7 @@ def endpoints_of_slices(slices: Iterable[EndpointSlice], port: int | str | None,
         conditions = endpoint.conditions
         if conditions.terminating or conditions.ready is not False:  # unknown means ready
             host = endpoint.addresses[0] if endpoint.addresses else None
-            endpoints.add(host, part.port(port), terminating=bool(conditions.terminating))
+            endpoints.add(host, part.port(port), terminating=bool(conditions.terminating), zone=endpoint.zone)
     return endpoints
 
 

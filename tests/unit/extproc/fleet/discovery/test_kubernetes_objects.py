@@ -103,6 +103,13 @@ def test_a_ready_pod_that_cannot_be_an_endpoint_is_counted(given: dict[str, Any]
     assert (endpoints.found, endpoints.skipped) == ([], 1)
 
 
+def test_a_zone_comes_along() -> None:
+    """From a pod's label, or from a slice's endpoint."""
+    here = Discovered("10.0.0.1:8000", zone="a")
+    assert of_pods(pod("a", "10.0.0.1", labels={"topology.kubernetes.io/zone": "a"})) == [here]
+    assert of_slices(endpoint_slice("s", {**endpoint("10.0.0.1"), "zone": "a"})) == [here]
+
+
 # -- slices
 
 
