@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test wire fuzz lint format examples clean
+.PHONY: help setup demo test wire fuzz bench-policies bench-disturbances lint format examples clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
 
 setup: $(READY) ## make .venv with everything in it
 
@@ -35,6 +35,19 @@ wire: $(READY) ## what gateways can rely on, over every transport
 fuzz: $(READY) ## 50,000 generated requests through the whole path
 	FUZZ_EXAMPLES=50000 $(BIN)/pytest -q --timeout 3000 tests/unit/extproc/test_fuzz.py
 
+BENCH_POLICIES := default,least-request,round-robin,cache-aware,smg-cache-aware,aibrix-prefix,llm-d-default,dynamo-kv@exact,lmetric,preble-e2
+BENCH := --offline --engines 8 --resume .bench
+
+bench-policies: $(READY) ## the tables of docs/benchmarks.md: make bench-policies TRACE=FILE [ARGS=...]
+	@test -n "$(TRACE)" || { echo "name a trace: make bench-policies TRACE=conversation_trace.jsonl"; exit 1; }
+	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --policies $(BENCH_POLICIES) --index engine \
+	  --load 0.8,0.95,1.05 --seeds 3 $(ARGS)
+
+bench-disturbances: $(READY) ## five disturbances of fleet or traffic: make bench-disturbances TRACE=FILE [ARGS=...]
+	@test -n "$(TRACE)" || { echo "name a trace: make bench-disturbances TRACE=conversation_trace.jsonl"; exit 1; }
+	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --disturbances \
+	  --policies $(BENCH_POLICIES),power-of-two,consistent-hash,weighted,long-prompts $(ARGS)
+
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +62,4 @@ examples: $(READY) ## regenerate envoy/*.yaml
 	$(BIN)/pointsman envoy --format filters envoy/pointsman.yaml > envoy/filters.yaml
 
 clean: ## remove everything that can be made again
-	rm -rf $(VENV) .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf $(VENV) .bench .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

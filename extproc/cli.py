@@ -23,6 +23,7 @@ from extproc.config.loading import ConfigError, load
 from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
 from extproc.observe.logging import configure_logging
+from extproc.replay.command import replay
 
 log = structlog.get_logger(__name__)
 
@@ -244,6 +245,9 @@ def demo(
         sys.exit(run(Demo(Shape(sessions=sessions, turns=turns), engines, speed, seed, keep)))
     except NoEnvoy as error:
         _fail(str(error))
+
+
+cli.command()(replay)
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> None:

@@ -8,12 +8,16 @@ late) costs milliseconds where the engines cost seconds; scrapes are modelled, f
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
+from typing import Literal
 
+from extproc.replay.engine_index import EngineIndex
+from extproc.replay.quiet_engine import QuietEngine
 from extproc.replay.traces import Trace, TraceRequest
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
@@ -23,25 +27,35 @@ from policies.placement.policy import PolicySpec
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import HARDWARE as PROFILES
 from policies.types import InferenceRequest, Kind, Reservation
-from vllm_adapters.simulator.engine import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engine, Step
+from vllm_adapters.simulator.engine import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Running, Step
 from vllm_adapters.simulator.hardware import H100_8B, HARDWARE
 
 _SCRAPE_DELAY_S = 0.02
 """From an engine's page to the router's view of it."""
+_STUCK_AFTER_S = 86_400.0
+"""Nothing but scrapes for a day: no engine will ever take what is left."""
+
+
+class Stuck(Exception):
+    """Requests are left that no engine takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """Something that happens to an engine `at_s`: `kill`, `join` (it was absent before)."""
+    """Something that happens to an engine `at_s`: it dies, or joins with an empty cache (it was absent before)."""
 
     at_s: float
-    what: str
+    what: Literal["kill", "join"]
     engine: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The engines. `speeds[i]` multiplies engine i's; one figure for all that are not named is 1."""
+    """The engines, and what the router sees of them.
+
+    `speeds[i]` multiplies engine i's; those not named have 1. `first_tokens`: seen as they come, told when the answer
+    ends (`timed`), or never. `notice_s`: how long a dead engine is still believed to live.
+    """
 
     engines: int = 8
     hardware: str = H100_8B.name
@@ -50,7 +64,7 @@ class Fleet:
     max_batched_tokens: int = MAX_BATCHED_TOKENS
     speeds: tuple[float, ...] = ()
     scrape_interval_s: float = 0.5
-    first_tokens_seen: bool = True
+    first_tokens: Literal["seen", "timed", "never"] = "seen"
     notice_s: float = 1.0
     disturbances: tuple[Disturbance, ...] = ()
 
@@ -62,7 +76,10 @@ class Fleet:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times are the virtual clock's, negative while they are not known."""
+    """What became of one request; times are the virtual clock's, negative while they are not known.
+
+    `cached_tokens`: of its prompt, found by the engine; `predicted_tokens`: promised by the router's index.
+    """
 
     arrived_s: float = -1.0
     first_token_s: float = -1.0
@@ -71,11 +88,25 @@ class Outcome:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     reservation: Reservation | None = None
+    running: Running | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The fleet at one moment, by engine: requests inside, and the engine's counters of prompt tokens and hits."""
+
+    at_s: float
+    load: tuple[int, ...]
+    queried_tokens: tuple[int, ...]
+    hit_tokens: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Run:
-    """A finished replay. `ended_s`: when its last request was answered."""
+    """A finished replay. `ended_s`: when its last request was answered.
+
+    `drained_*`: with a fixed number in flight, when the last one was sent, and how many had been answered by then.
+    """
 
     trace: Trace
     fleet: Fleet
@@ -84,41 +115,56 @@ class Run:
     preemptions: int
     drained_s: float = 0.0
     drained_count: int = 0
-    samples: list[tuple[float, tuple[float, ...]]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class _Node:
     """One engine and what the replay knows of it."""
 
-    __slots__ = ("busy", "engine", "run", "slot", "speed", "up")
+    __slots__ = ("busy", "engine", "quiet_ends_s", "run", "slot", "speed", "up")
 
-    def __init__(self, engine: Engine, slot: int, speed: float) -> None:
+    def __init__(self, engine: QuietEngine, slot: int, speed: float) -> None:
         self.engine = engine
         self.slot = slot
         self.speed = speed
         self.up = True
         self.busy = False
-        self.run = 0  # counts restarts: a step begun before the kill is void
+        self.run = 0  # counts changes of plan: a step announced before the last one is void
+        self.quiet_ends_s: list[float] = []  # of the quiet steps it is passing over
 
 
 class Replay:
-    """One trace, one policy, one fleet. `in_flight`: keep so many requests under way instead of following arrivals."""
+    """One trace, one policy, one fleet. `in_flight`: keep so many requests under way instead of following arrivals.
+
+    `exact`: the policy is told what the engines really hold. `sample_s`: look at the fleet this often.
+    """
 
     def __init__(
-        self, trace: Trace, spec: PolicySpec, fleet: Fleet, *, seed: int = 1, in_flight: int | None = None
+        self,
+        trace: Trace,
+        spec: PolicySpec,
+        fleet: Fleet,
+        *,
+        seed: int = 1,
+        in_flight: int | None = None,
+        exact: bool = False,
+        sample_s: float | None = None,
     ) -> None:
         self._trace = trace.fitted(fleet.capacity_tokens)
         self._fleet = fleet
         self._in_flight = in_flight
+        self._sample_s = sample_s
         self._rng = Random(seed)
         self._now_s = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
         self._state = FleetState(stale_after_s=float("inf"), max_endpoints=fleet.engines)
+        tokens = spec.index_tokens or fleet.capacity_tokens
+        self._exact = EngineIndex(tokens, self._held_by) if exact else None
         self._placement = Placement(
             "replay",
             spec.build("replay"),
-            PrefixIndex(spec.index_tokens or fleet.capacity_tokens),
+            PrefixIndex(tokens) if self._exact is None else self._exact,
             Ledger(PROFILES[fleet.hardware]),
             filters=spec.filters,
         )
@@ -129,11 +175,12 @@ class Replay:
         self._followers: dict[int, list[int]] = {}
         self._held: deque[int] = deque()
         self._ended = 0
+        self._progress_s = 0.0
         self._run = Run(self._trace, fleet, self._outcomes, 0.0, 0)
 
     def _node(self, number: int) -> _Node:
         fleet, slot = self._fleet, self._state.add(f"10.0.{number // 250}.{number % 250 + 1}:8000")
-        engine = Engine(
+        engine = QuietEngine(
             HARDWARE[fleet.hardware],
             kv_capacity_tokens=fleet.capacity_tokens,
             block_size_tokens=self._trace.block_tokens,
@@ -183,6 +230,8 @@ class Replay:
                 self._at(0.0, self._arrive, self._waiting.popleft())
         for node in self._nodes:
             self._at(self._fleet.scrape_interval_s * self._rng.random(), self._scrape, node)
+        if self._sample_s:
+            self._at(0.0, self._sample)
         for disturbance in self._fleet.disturbances:
             self._plan(disturbance)
 
@@ -204,6 +253,8 @@ class Replay:
         request = self._trace.requests[number]
         asked = _as_asked(request, self._trace.block_tokens)
         placement = self._placement
+        if self._exact is not None:
+            self._exact.ask(request)
         decision = placement.choose(asked, self._state, self._now_s, self._rng, length=1)
         if isinstance(decision, Unplaceable):
             self._held.append(number)
@@ -212,19 +263,33 @@ class Replay:
         outcome.predicted_tokens = decision.chosen_matched_tokens
         outcome.engine = decision.order[0]
         node = self._nodes[outcome.engine]
-        node.engine.submit(number, request.blocks, request.prompt_tokens, request.output_tokens)
+        self._wake(node)
+        outcome.running = node.engine.submit(number, request.blocks, request.prompt_tokens, request.output_tokens)
         self._start(node)
+
+    def _held_by(self, slot: int, request: TraceRequest) -> int:
+        size = self._trace.block_tokens
+        usable = min(request.prompt_blocks, (request.prompt_tokens - 1) // size)
+        return self._nodes[slot].engine.cache.holds(request.blocks, usable) * size
 
     def _end(self, number: int) -> None:
         outcome, request = self._outcomes[number], self._trace.requests[number]
         outcome.ended_s = self._now_s
         self._ended += 1
+        self._progress_s = self._now_s
+        if outcome.running is not None:
+            outcome.cached_tokens, outcome.running = outcome.running.cached_tokens, None
+        self._tell_first_token(outcome)
         self._give_back(outcome)
         self._placement.ledger.answered(request.output_tokens)
         for follower in self._followers.get(number, ()):
             self._at(self._now_s + self._trace.requests[follower].think_s, self._arrive, follower)
         if self._in_flight is not None:
             self._refill()
+
+    def _tell_first_token(self, outcome: Outcome) -> None:
+        if self._fleet.first_tokens == "timed" and outcome.reservation is not None:
+            self._placement.ledger.timed(outcome.reservation, outcome.first_token_s - outcome.arrived_s)
 
     def _give_back(self, outcome: Outcome) -> None:
         reservation, outcome.reservation = outcome.reservation, None
@@ -243,10 +308,38 @@ class Replay:
     def _start(self, node: _Node) -> None:
         if node.busy or not node.up:
             return
+        quiet = node.engine.quiet_steps()
+        if quiet > 1:
+            node.busy = True
+            node.quiet_ends_s = node.engine.quiet_ends_s(quiet, self._now_s, node.speed)
+            self._at(node.quiet_ends_s[-1], self._quiet_over, node, node.run)
+            return
         duration_s = node.engine.start_step()
         if duration_s is not None:
             node.busy = True
             self._at(self._now_s + duration_s / node.speed, self._step, node, node.run)
+
+    def _quiet_over(self, node: _Node, run: int) -> None:
+        if run != node.run:
+            return
+        node.engine.skip(len(node.quiet_ends_s))
+        node.quiet_ends_s = []
+        node.busy = False
+        self._start(node)
+
+    def _wake(self, node: _Node) -> None:
+        """Bring an engine that passes over quiet steps to now: in the middle of one of them."""
+        ends_s = node.quiet_ends_s
+        if not ends_s or not node.up:
+            return
+        passed = bisect_right(ends_s, self._now_s)
+        node.engine.skip(passed)
+        node.quiet_ends_s = []
+        node.run += 1
+        node.busy = passed < len(ends_s)
+        if node.busy:
+            node.engine.start_step()
+            self._at(ends_s[passed], self._step, node, node.run)
 
     def _step(self, node: _Node, run: int) -> None:
         if run != node.run:
@@ -260,12 +353,14 @@ class Replay:
             outcome = self._outcomes[number]  # type: ignore[call-overload] # an engine names requests by what it was given
             if outcome.first_token_s < 0:
                 outcome.first_token_s = self._now_s
-            if self._fleet.first_tokens_seen and outcome.reservation is not None:
+            if self._fleet.first_tokens == "seen" and outcome.reservation is not None:
                 self._placement.first_token(outcome.reservation, self._now_s)
         for number in step.finished:
             self._end(number)  # type: ignore[arg-type] # as above
 
     def _scrape(self, node: _Node) -> None:
+        if self._now_s > self._progress_s + _STUCK_AFTER_S:
+            raise Stuck(f"{len(self._outcomes) - self._ended} requests are left and no engine takes them")
         engine = node.engine
         figures = (engine.waiting, engine.running, engine.kv_used)
         self._at(self._now_s + _SCRAPE_DELAY_S, self._scraped, node, figures)
@@ -274,6 +369,14 @@ class Replay:
     def _scraped(self, node: _Node, figures: tuple[float, float, float]) -> None:
         waiting, running, kv_used = figures
         self._state.scraped(node.slot, waiting=waiting, running=running, kv_used=kv_used, now_s=self._now_s)
+
+    def _sample(self) -> None:
+        engines = [node.engine for node in self._nodes]
+        load = tuple(engine.waiting + engine.running for engine in engines)
+        queried = tuple(engine.prefix_queries_tokens_total for engine in engines)
+        hits = tuple(engine.prefix_hits_tokens_total for engine in engines)
+        self._run.samples.append(Sample(self._now_s, load, queried, hits))
+        self._at(self._now_s + (self._sample_s or 0.0), self._sample)
 
     # -- disturbances
 
@@ -288,7 +391,7 @@ class Replay:
         for number in lost:
             outcome = self._outcomes[number]
             self._give_back(outcome)
-            outcome.first_token_s, outcome.engine = -1.0, -1
+            outcome.first_token_s, outcome.engine, outcome.running = -1.0, -1, None
             self._arrive(number)
 
     def _join(self, node: _Node) -> None:
@@ -300,7 +403,7 @@ class Replay:
 
 def _as_asked(request: TraceRequest, block_tokens: int) -> InferenceRequest:
     """The request as the router sees it: sizes and hashes, no answer."""
-    blocks: Sequence[int] = request.blocks[: request.prompt_blocks]
+    blocks: Sequence[int] = request.asked_blocks or request.blocks[: request.prompt_blocks]
     return InferenceRequest(
         Kind.CHAT,
         "m",
@@ -308,6 +411,6 @@ def _as_asked(request: TraceRequest, block_tokens: int) -> InferenceRequest:
         request.prompt_tokens,
         stream=True,
         block_hashes=blocks,
-        block_tokens=[block_tokens] * len(blocks),
+        block_tokens=request.asked_tokens or [block_tokens] * len(blocks),
         session_key=request.session,
     )

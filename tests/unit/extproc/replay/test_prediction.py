@@ -1,0 +1,88 @@
+"""How far the router's prefix index can be wrong about an engine, and why.
+
+The index learns of a prompt when it is placed; the engine has its blocks when they are computed. So what is on its way
+counts as held. Beyond that: an engine's cache also has answers and half-full blocks in it, of which the index knows
+nothing, and these push prefixes out. An index of exactly the engine's size can promise at most as many blocks too many
+as the engine has of those (and free ones). That is counting: both have the same number of places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.replay.entrants import entrants
+from extproc.replay.offline import Fleet, Replay
+from extproc.replay.traces import Trace, TraceRequest
+
+_BLOCK = 16
+_NAMES = st.integers(0, 3)
+
+
+class _Watched(Replay):
+    """Compares, at every placement, what the index promises with what the engine holds or is about to."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.compared: list[tuple[int, int, int]] = []
+        """(blocks promised, of these held or in flight, blocks on the engine that the index does not know)"""
+
+    def _arrive(self, number: int) -> None:
+        known = {node.slot: self._known(node.slot) for node in self._nodes}
+        super()._arrive(number)
+        outcome, request = self._outcomes[number], self._trace.requests[number]
+        held, unknown = known[outcome.engine]
+        promised = outcome.predicted_tokens // _BLOCK
+        leading = next((i for i, block in enumerate(request.blocks[:promised]) if block not in held), promised)
+        self.compared.append((promised, leading, unknown))
+
+    def _known(self, slot: int) -> tuple[set[int], int]:
+        """Blocks the engine has or is computing; how many places it spends on what the index does not know."""
+        engine = self._nodes[slot].engine
+        cache = engine.cache
+        complete = {*cache._holders, *cache._idle}
+        waiting = [*engine._waiting.values(), *engine._running.values()]
+        coming = {block for one in waiting for block in self._trace.requests[one.request_id].blocks[: self._full(one)]}
+        shelf = self._placement.index._shelves.get(slot)
+        indexed = set(shelf.blocks) if shelf else set()
+        return complete | coming, cache.capacity - len(complete & indexed)
+
+    def _full(self, one: Any) -> int:
+        return self._trace.requests[one.request_id].prompt_blocks
+
+
+@st.composite
+def _traces(draw: st.DrawFn) -> Trace:
+    """Prompts that branch off each other, answers of several blocks, arrivals close together."""
+    requests, at_s = [], 0.0
+    for number in range(draw(st.integers(5, 40))):
+        path = draw(st.lists(_NAMES, min_size=1, max_size=6))
+        prompt = [hash(tuple(path[: depth + 1])) & (2**64 - 1) for depth in range(len(path))]
+        output = draw(st.integers(1, 80))
+        answer = [hash((number, block)) & (2**64 - 1) for block in range((1 + output) // _BLOCK)]
+        at_s += draw(st.sampled_from([0.0, 0.001, 0.05, 0.5]))
+        requests.append(TraceRequest(at_s, _BLOCK * len(path) + 1, output, [*prompt, *answer], len(path)))
+    return Trace("random", _BLOCK, requests)
+
+
+def _compared(trace: Trace, *, blocks: int, policy: str = "default") -> list[tuple[int, int, int]]:
+    fleet = Fleet(engines=2, kv_capacity_tokens=blocks * _BLOCK)
+    replay = _Watched(trace, entrants([policy])[0].spec, fleet)
+    replay.run()
+    return replay.compared
+
+
+@settings(max_examples=150, deadline=None)
+@given(_traces())
+def test_without_evictions_every_promise_is_kept_or_on_its_way(trace: Trace) -> None:
+    """The cache holds everything there is: what is promised is there, or in a prompt under way on that engine."""
+    assert all(promised == held for promised, held, _ in _compared(trace, blocks=1000))
+
+
+@settings(max_examples=150, deadline=None)
+@given(_traces(), st.integers(16, 30))
+def test_with_evictions_promises_exceed_by_what_the_index_cannot_know_at_most(trace: Trace, blocks: int) -> None:
+    """Answers, half-full blocks and free places of that engine: never more blocks than it has of these."""
+    assert all(promised - held <= unknown for promised, held, unknown in _compared(trace, blocks=blocks))
