@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
@@ -190,6 +191,11 @@ class InferencePool(_Part):
     spec: PoolSpec
 
 
+@lru_cache(maxsize=8_192)  # a change of one pod makes the whole list anew
+def _address(host: str, port: int | None) -> str:
+    return check_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
 @dataclass(slots=True)
 class Endpoints:
     """What objects come to. `skipped` ought to have been endpoints and could not."""
@@ -200,7 +206,7 @@ class Endpoints:
     def add(self, host: str | None, port: int | None, *, terminating: bool, zone: str | None) -> None:
         """One endpoint, if there is an address and a port."""
         try:
-            address = check_address(f"[{host}]:{port}" if ":" in (host or "") else f"{host}:{port}")
+            address = _address(host or "", port)
         except ValueError:
             self.skipped += 1
         else:
