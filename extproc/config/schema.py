@@ -217,67 +217,6 @@ class Kubernetes(Model):
         return self
 
 
-LabelSelector = Annotated[str, StringConstraints(min_length=1, max_length=4_096)]
-ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-
-
-def _check_port_or_name(value: int | str | None) -> int | str | None:
-    if isinstance(value, int) and not 0 < value <= _LAST_PORT:
-        raise ValueError(f"a port is 1-{_LAST_PORT}, or the name of a container's port")
-    if isinstance(value, str) and not re.fullmatch(r"[a-z0-9-]*[a-z][a-z0-9-]*", value):
-        raise ValueError("the name of a port is of a-z, 0-9 and -, with a letter in it")
-    return value
-
-
-class Pods(Model):
-    """Pods by their labels."""
-
-    selector: LabelSelector = Field(description="as kubectl -l takes it, for example app=vllm,sleeping!=true")
-    port: int | str = Field(description="number, or name of a container's port")
-
-    _ports = field_validator("port")(_check_port_or_name)
-
-
-class EndpointSlices(Model):
-    """What a Service selects."""
-
-    service: ObjectName
-    port: int | str | None = Field(None, description="name or number of the target port, if there are several")
-
-    _ports = field_validator("port")(_check_port_or_name)
-
-
-class InferencePool(Model):
-    """Pods as an InferencePool selects them, each of its target ports an endpoint."""
-
-    name: ObjectName
-
-
-class Kubernetes(Model):
-    """Endpoints from a Kubernetes API server, watched: exactly one of pods, endpoint_slices, inference_pool."""
-
-    namespace: ObjectName | None = Field(None, description="none: our own pod's; outside of a cluster `default`")
-    pods: Pods | None = None
-    endpoint_slices: EndpointSlices | None = None
-    inference_pool: InferencePool | None = None
-    ip_family: Literal["any", "IPv4", "IPv6"] = Field("any", description="of engines that have both; any: their first")
-    api_server: Annotated[str, StringConstraints(pattern=r"^https?://[^/?#@]+/?$")] | None = Field(
-        None, description="none: the cluster we run in"
-    )
-    ca_file: Path | None = Field(None, description="who signed the API server's certificate; none: as api_server")
-    token_file: Path | None = Field(None, description="read for each request, since it rotates; none: as api_server")
-    max_objects: Positive = Field(5_000, description="pods or slices; more are not read at all")
-    watch_s: Seconds = Field(60, description="how long one watch lasts; a dead connection is noticed then at the latest")
-    timeout_s: Seconds = Field(15, description="for one answer that is not a watch")
-    retry_max_s: Seconds = Field(30, description="longest pause after failures")
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if [self.pods, self.endpoint_slices, self.inference_pool].count(None) != 2:
-            raise ValueError("give exactly one of: pods, endpoint_slices, inference_pool")
-        return self
-
-
 class Endpoint(Model):
     """One endpoint and what policies may go by. `cost` in any unit, as long as it is the same for all."""
 

@@ -30,12 +30,14 @@ from annotated_types import Ge, Gt
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
 from policies.placement.view import View
-from policies.types import Decision, Floats, Ranking
+from policies.types import Decision, Floats, Mask, Ranking
 
 _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
 _NEARLY_MOST = 0.9
 """Endpoints that hold this much of what the best one holds are holders as well."""
+_LEVEL_S = 1e-9
+"""Costs closer than this differ by rounding alone."""
 
 Weight = Annotated[float, Ge(0)]
 
@@ -68,10 +70,9 @@ class MarginalCost:
         """Cheapest first."""
         parts = self.terms(view)
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"] + parts["eviction"] + parts["overflow"]
-        holder = _cheapest_holder(view, cost)
-        if holder is not None:
-            parts["band"] = np.zeros(len(cost))
-            parts["band"][holder] = -self._spec.affinity_band_s
+        holders = _cheapest_holders(view, cost)
+        if holders is not None:
+            parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
             cost += parts["band"]
         return ranking(view, -cost, parts, max_score(-cost, length, view.rng))
 
@@ -117,13 +118,15 @@ class MarginalCost:
         return excess
 
 
-def _cheapest_holder(view: View, cost: Floats) -> int | None:
-    """Position of the cheapest endpoint among those that hold most of the prompt, if any holds enough."""
+def _cheapest_holders(view: View, cost: Floats) -> Mask | None:
+    """Which endpoint is the cheapest of those that hold most of the prompt (several, if level); None if none does."""
     matched = view.matched_tokens
     most = matched.max()
     if most <= _HELD_SHARE * view.request.input_tokens:
         return None
-    return int(np.where(matched >= _NEARLY_MOST * most, cost, np.inf).argmin())
+    of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
+    level: Mask = of_holders <= of_holders.min() + _LEVEL_S
+    return level
 
 
 def _answer_tokens(view: View) -> float:
