@@ -11,7 +11,6 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
 from policies.lifecycle import Evidence
 
-
 _UNFIT = "status_500"
 
 

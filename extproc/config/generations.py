@@ -18,7 +18,6 @@ from extproc.names import CREDENTIAL_HEADERS, RETRY_ON
 from extproc.request.tokens import TokenRates
 from vllm_adapters.health import OURSELVES
 
-
 _DRAIN_STATUS = 500
 """What vLLM answers to new requests once it has got SIGTERM, before any byte of an answer."""
 

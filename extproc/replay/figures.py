@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from policies.types import Floats
 
 _WARM_UP_SHARE = 0.1
 _CURVE_POINTS = 200
+_SMOOTHED_OVER = 10
+"""Samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +142,10 @@ def _imbalance(outcomes: Sequence[Outcome], engines: int) -> float:
 
 
 def _hit_over_time(samples: Sequence[Sample], engine: int) -> list[float | None]:
-    """Hits over queries since the sample before; None where nothing was admitted."""
+    """Hits over queries of the last few samples, else it would be noise; None where nothing was admitted."""
     rates: list[float | None] = [None]
-    for before, after in pairwise(samples):
+    for number, after in enumerate(samples[1:], 1):
+        before = samples[max(0, number - _SMOOTHED_OVER)]
         queried = after.queried_tokens[engine] - before.queried_tokens[engine]
         hits = after.hit_tokens[engine] - before.hit_tokens[engine]
         rates.append(round(hits / queried, 4) if queried else None)

@@ -22,6 +22,7 @@ from extproc.replay.figures import Bounds
 from extproc.replay.screen import COLUMNS, cell, legend
 
 _DPI = 110
+_MOST_IN_LEGEND = 16
 _STYLE = (
     "body{font-family:sans-serif;margin:2em;max-width:90em}table{border-collapse:collapse;font-size:90%}"
     "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:right}td:first-child{text-align:left}img{max-width:100%}"
@@ -89,6 +90,8 @@ def _over_time(row: Row) -> Figure:
         load.plot(curves.at_s, loads, linewidth=0.8, label=f"engine {number}")
         hit.plot(curves.at_s, [np.nan if one is None else 100 * one for one in hits], linewidth=0.8)
     load.set(ylabel="requests inside", title=row.policy)
+    if len(curves.load) <= _MOST_IN_LEGEND:
+        load.legend(fontsize="x-small", ncols=2)
     hit.set(ylabel="prefix hits, %", xlabel="time, s")
     return figure
 

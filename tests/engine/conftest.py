@@ -10,7 +10,7 @@ import pytest
 from harness import System, free_ports
 from real_engines import Vllm
 
-DRAIN_S = 20
+DRAIN_S = 120
 """How long a server told to stop finishes what it has begun."""
 
 

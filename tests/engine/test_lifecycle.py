@@ -127,7 +127,7 @@ def test_a_server_told_to_stop_is_left_alone(two_servers: list[Vllm], make_real_
         statuses.append(answer.status_code)
         served.add(answer.headers.get("x-pointsman-endpoint"))
     _join([stream for both in streams.values() for stream in both])
-    print(f"{len(statuses)} requests while it shut down, {system.total('pointsman_moved_total')} moved")
+    print(f"{len(statuses)} requests while it shut down, {system.total('pointsman_requests_moved_total')} moved")
     assert all(stream.whole for both in streams.values() for stream in both)
     assert set(statuses) == {200}
     assert served == {two_servers[1].address}

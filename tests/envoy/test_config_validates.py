@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import certifi
 import grpc
 import httpx
-import certifi
 import pytest
 import yaml
 from aiohttp import web

@@ -52,7 +52,7 @@ def test_goodput_needs_both_bounds(make_trace: Any) -> None:
 
 
 def test_curves_end_where_the_figures_do(make_trace: Any) -> None:
-    """The slowest first token; hits since the sample before, None while nothing was asked."""
+    """The slowest first token; hits of the last samples, None while nothing was asked."""
     drawn = curves(_run(make_trace))
     assert (drawn.ttft_s[0], drawn.ttft_s[-1]) == (2.0, 10.0)
     assert drawn.load == [[1, 2], [0, 0]]

@@ -19,7 +19,7 @@ from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import PolicySpec
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile
-from policies.types import Decision, Floats, InferenceRequest, Kind, Ranking, Reservation
+from policies.types import Decision, InferenceRequest, Kind, Ranking, Reservation
 
 _PROMPT = 1_000
 _BLOCKS = {"block_hashes": range(1, 11), "block_tokens": [100] * 10}
