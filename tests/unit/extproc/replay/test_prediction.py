@@ -46,7 +46,7 @@ class _Watched(Replay):
         waiting = [*engine._waiting.values(), *engine._running.values()]
         coming = {block for one in waiting for block in self._trace.requests[one.request_id].blocks[: self._full(one)]}
         shelf = self._placement.index._shelves.get(slot)
-        indexed = set(shelf.blocks) if shelf else set()
+        indexed = {*shelf.pinned, *shelf.idle} if shelf else set()
         return complete | coming, cache.capacity - len(complete & indexed)
 
     def _full(self, one: Any) -> int:
