@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test wire fuzz bench-policies bench-disturbances lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -31,6 +31,9 @@ test: $(READY) ## every test, with the coverage gate
 
 wire: $(READY) ## what gateways can rely on, over every transport
 	$(BIN)/pytest -q tests/conformance
+
+test-engine: $(READY) ## the tests over real vLLM servers on CPU; makes their environment (3 GB) on the first run
+	$(BIN)/pytest -s tests/engine
 
 fuzz: $(READY) ## 50,000 generated requests through the whole path
 	FUZZ_EXAMPLES=50000 $(BIN)/pytest -q --timeout 3000 tests/unit/extproc/test_fuzz.py
