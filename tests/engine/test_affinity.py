@@ -15,6 +15,8 @@ import pytest
 from harness import HANG_GUARD_S, System
 from real_engines import Vllm
 
+pytestmark = pytest.mark.timeout(1_800)  # a hang guard; the first run makes the environment: 3 GB
+
 SESSIONS, TURNS, AT_ONCE = 20, 4, 4
 WORDS = ["switch", "signal", "rail", "sleeper", "ballast", "point", "lever", "lamp", "block", "token", "bell", "yard"]
 
@@ -85,7 +87,6 @@ class Sessions:
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": self._text(30)}]
 
 
-@pytest.mark.timeout(600)
 def test_two_engines_find_nearly_as_much_cached_as_one_would(
     two_servers: list[Vllm], make_real_system: Callable[..., System]
 ) -> None:

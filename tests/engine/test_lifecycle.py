@@ -13,6 +13,8 @@ import pytest
 from harness import HANG_GUARD_S, System, eventually
 from real_engines import START_GUARD_S, Vllm
 
+pytestmark = pytest.mark.timeout(1_800)  # a hang guard; the first run makes the environment: 3 GB
+
 LONG_TOKENS = 400
 """Several seconds of answer at this model's speed."""
 
@@ -98,7 +100,6 @@ def _state(system: System, server: Vllm) -> str:
     return state
 
 
-@pytest.mark.timeout(600)
 def test_an_announced_drain_cuts_nothing(two_servers: list[Vllm], make_real_system: Callable[..., System]) -> None:
     """Running streams end whole, new requests go elsewhere, nobody sees an error; taken back it serves again."""
     system = make_real_system(two_servers)
@@ -114,7 +115,6 @@ def test_an_announced_drain_cuts_nothing(two_servers: list[Vllm], make_real_syst
     eventually(lambda: _state(system, leaving) == "ready", "the drained server serves again")
 
 
-@pytest.mark.timeout(900)
 def test_a_server_told_to_stop_is_left_alone(two_servers: list[Vllm], make_real_system: Callable[..., System]) -> None:
     """SIGTERM comes unannounced: its streams end whole, and requests it answers 500 get their one retry elsewhere."""
     system = make_real_system(two_servers)
@@ -134,7 +134,6 @@ def test_a_server_told_to_stop_is_left_alone(two_servers: list[Vllm], make_real_
     assert _state(system, leaving) == "unhealthy"
 
 
-@pytest.mark.timeout(900)
 def test_a_lost_server_takes_only_its_own_streams_along(
     two_servers: list[Vllm], make_real_system: Callable[..., System]
 ) -> None:
@@ -156,7 +155,6 @@ def test_a_lost_server_takes_only_its_own_streams_along(
     assert _streams_on_both(system, two_servers)[lost.address]
 
 
-@pytest.mark.timeout(600)
 def test_a_frozen_server_is_left_until_it_thaws(
     two_servers: list[Vllm], make_real_system: Callable[..., System]
 ) -> None:
