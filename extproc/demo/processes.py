@@ -131,21 +131,21 @@ class Setting:
 class System:
     """Fresh engines and a Pointsman over them with one policy. `async with` starts and stops both."""
 
-    def __init__(self, folder: Path, policy: str, setting: Setting) -> None:
-        """Raise DidNotComeUp if there are no ports left."""
+    def __init__(self, folder: Path, policy: str, setting: Setting, *, pool: dict[str, Any] | None = None) -> None:
+        """`pool`: what its config says beside the usual. Raise DidNotComeUp if there are no ports left."""
         self.ports = Ports.find(setting.engines)
         first = self.ports.engines
         self.endpoints = [f"{_HOST}:{port}" for port in range(first, first + setting.engines)]
         self.http = f"{_HOST}:{self.ports.http}"
         self.admin = f"{_HOST}:{self.ports.admin}"
         config = folder / f"{policy}.yaml"
-        config.write_text(yaml.safe_dump(self._config(policy), sort_keys=False), encoding="utf-8")
+        config.write_text(yaml.safe_dump(self._config(policy, pool or {}), sort_keys=False), encoding="utf-8")
         self._engines = _Process(folder / f"engines-{policy}.log", *_sim_arguments(first, setting))
         # on a machine with many cores one Envoy worker per core would be a waste
         self._pointsman = _Process(folder / f"pointsman-{policy}.log", "up", str(config), "--concurrency", "2")
         self._http: aiohttp.ClientSession | None = None
 
-    def _config(self, policy: str) -> dict[str, Any]:
+    def _config(self, policy: str, pool: dict[str, Any]) -> dict[str, Any]:
         ports = self.ports
         return {
             "listen": {"http": self.http, "grpc": f"{_HOST}:{ports.grpc}", "health": f"{_HOST}:{ports.health}"},
@@ -156,6 +156,7 @@ class System:
                     "aliases": {ALIAS: MODEL},
                     "endpoints": {"static": self.endpoints},
                     "policy": policy,
+                    **pool,
                 }
             ],
             "wire": {"response_headers": ["request_id", "endpoint", "model"]},

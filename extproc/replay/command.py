@@ -27,6 +27,8 @@ class Index(StrEnum):
 def replay(
     trace: Annotated[str, typer.Argument(help="a file or folder; `generated` for the trace that comes with us")],
     offline: Annotated[bool, typer.Option("--offline", help="On simulated engines, in virtual time.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="On simulated engines behind a real Envoy.")] = False,
+    speed: Annotated[float, typer.Option(min=0.01, max=100, help="--live: so much faster than the hardware")] = 1.0,
     policies: Annotated[str, typer.Option(help="NAME[@INDEX],...: presets, or YAML files with a policy")] = (
         "default,least-request,round-robin"
     ),
@@ -53,8 +55,8 @@ def replay(
     resume: Annotated[Path | None, typer.Option(help="folder that keeps finished runs, to go on from")] = None,
 ) -> None:
     """Put a trace through several policies on simulated engines and compare."""
-    if not offline:
-        _fail("only --offline is there so far: simulated engines, in virtual time")
+    if offline == live:
+        _fail("give one of --offline (virtual time) and --live (a real Envoy)")
     _require("rich", *(["matplotlib"] if plots else []))
     from extproc.replay.figures import Bounds
     from extproc.replay.run import Options
@@ -69,6 +71,7 @@ def replay(
             loads=_numbers("--load", load),
             rates=(*_numbers("--rate", rate), *_numbers("--sessions-per-s", sessions_per_s)),
             disturbances=disturbances,
+            live_speed=speed if live else None,
             seeds=seeds,
             requests=requests,
             bounds=Bounds(ttft_s=good_ttft_s, tpot_s=good_tpot_ms / 1000),
@@ -83,8 +86,11 @@ def replay(
 
 
 def _run(options: Options) -> None:
+    from extproc.demo.processes import DidNotComeUp
+    from extproc.launcher import NoEnvoy
     from extproc.replay.entrants import NoSuchPolicy
     from extproc.replay.formats.lines import BadTrace
+    from extproc.replay.live import Failed
     from extproc.replay.offline import Stuck
     from extproc.replay.run import Unusable, run
     from extproc.replay.screen import make_console
@@ -93,7 +99,7 @@ def _run(options: Options) -> None:
     console.print(options.command, markup=False, soft_wrap=True)
     try:
         run(options, console)
-    except (BadTrace, NoSuchPolicy, Stuck, Unusable, OSError) as error:
+    except (BadTrace, DidNotComeUp, Failed, NoEnvoy, NoSuchPolicy, Stuck, Unusable, OSError) as error:
         _fail(str(error))
 
 

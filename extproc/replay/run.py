@@ -13,8 +13,9 @@ from rich.console import Console
 from extproc import __version__
 from extproc.replay import scenarios
 from extproc.replay.comparison import Table, as_data, compare
-from extproc.replay.entrants import entrants
+from extproc.replay.entrants import Entrant, entrants
 from extproc.replay.figures import Bounds
+from extproc.replay.live import compare_live
 from extproc.replay.matrix import IN_FLIGHT_PER_ENGINE, Matrix, code_version
 from extproc.replay.offline import Fleet
 from extproc.replay.readers import read
@@ -33,7 +34,10 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asked for. `loads`, `rates`: shares of capacity; requests (or sessions) per second."""
+    """What the command line asked for. `loads`, `rates`: shares of capacity; requests (or sessions) per second.
+
+    `live_speed`: through a real Envoy, so much faster than the hardware; None for offline.
+    """
 
     source: str
     form: str | None = None
@@ -43,6 +47,7 @@ class Options:
     loads: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     disturbances: bool = False
+    live_speed: float | None = None
     seeds: int = 1
     requests: int | None = None
     bounds: Bounds = field(default_factory=Bounds)
@@ -65,17 +70,29 @@ def run(options: Options, console: Console) -> list[Table]:
     console.print(_about(options, trace, [one.name for one in runners]), markup=False)
     groups = _groups(options, trace, _told(matrix, console))
     seeds = [_FIRST_SEED + number for number in range(options.seeds)]
-    count = counter(console, len(groups) * len(runners) * len(seeds))
-    tables = compare(matrix, groups, runners, seeds, count)
+    if options.live_speed is not None:
+        tables = [_live(options, group, runners, seeds, console) for group in groups]
+    else:
+        count = counter(console, len(groups) * len(runners) * len(seeds))
+        tables = compare(matrix, groups, runners, seeds, count)
     show(console, tables, options.bounds)
     _write(options, tables, console)
     return tables
+
+
+def _live(options: Options, group: Group, runners: Sequence[Entrant], seeds: Sequence[int], console: Console) -> Table:
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    return compare_live(group, runners, seeds, options.live_speed or 1.0, options.bounds, say)
 
 
 def _check(options: Options, trace: Trace) -> None:
     """Raise Unusable for loads that this trace cannot have."""
     if trace.closed and (options.loads or options.disturbances):
         raise Unusable(f"{trace.name}: its sessions wait for answers, so it has no load; give --sessions-per-s")
+    if options.live_speed is not None and options.disturbances:
+        raise Unusable("disturbances are for --offline")
     if not (options.loads or options.rates or options.disturbances):
         raise Unusable("give --load, --rate (or --sessions-per-s), or --disturbances")
 
