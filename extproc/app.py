@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from random import Random
@@ -252,6 +253,10 @@ class App:
     def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
         return self.pipeline.explain(path, body, tenant)
+
+    def profiles(self) -> dict[str, Any]:
+        """By pool: its profile as learned, ready for `hardware`."""
+        return {name: asdict(placement.ledger.learned()) for name, placement in self.fleet.placements.items()}
 
     def config(self) -> dict[str, Any]:
         """The generation in force."""

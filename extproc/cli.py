@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 
 import structlog
 import typer
+import yaml
 
 from extproc import __version__
 from extproc.config.loading import ConfigError, load
@@ -182,6 +183,23 @@ def key(
     typer.echo(f"key, for the client, shown only now:\n  {made}\n")
     typer.echo("line, for `access.api_keys` or the file of `access.api_keys_file`:")
     typer.echo(f"  - {json.dumps(entry.model_dump())}")
+
+
+@cli.command()
+def profiles(
+    admin: Annotated[str, typer.Option(help="address of a running system's admin API")] = "127.0.0.1:9700",
+) -> None:
+    """Print what a running system has learned of its hardware, as `hardware` sections to put into a config."""
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(f"http://{admin}/v1/profiles", timeout=10) as answer:
+            learned = json.load(answer)["profiles"]
+    except (URLError, OSError, ValueError) as error:
+        _fail(f"no answer from {admin}: {error}")
+    pools = [{"name": name, "hardware": profile} for name, profile in learned.items()]
+    typer.echo(yaml.safe_dump({"pools": pools}, sort_keys=False), nl=False)
 
 
 @cli.command()

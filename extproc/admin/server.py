@@ -49,6 +49,9 @@ class Operations(Protocol):
     def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
 
+    def profiles(self) -> dict[str, Any]:
+        """What each pool's model turned out to cost."""
+
     def config(self) -> dict[str, Any]:
         """The generation in force."""
 
@@ -106,6 +109,7 @@ class AdminServer:
         app.router.add_get("/v1/decisions", self._decisions)
         app.router.add_get("/v1/refusals", self._refusals)
         app.router.add_post("/v1/explain", self._explain)
+        app.router.add_get("/v1/profiles", self._profiles)
         app.router.add_get("/v1/config", self._config)
         app.router.add_post("/v1/endpoints/{endpoint:[^/]+}:{verb:drain|undrain}", self._drain)
         return app
@@ -132,6 +136,9 @@ class AdminServer:
         """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
         path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
         return await self._told(self._operations.explain(path, await request.read(), tenant))
+
+    async def _profiles(self, _request: web.Request) -> web.Response:
+        return await self._told({"profiles": self._operations.profiles()})
 
     async def _config(self, _request: web.Request) -> web.Response:
         return await self._told(self._operations.config())

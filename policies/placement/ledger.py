@@ -16,6 +16,7 @@ Rejected: exact per-request queues per endpoint. The order inside an engine is i
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,16 @@ class Ledger:
         if self.outputs <= _PRIOR_REQUESTS:
             return self.profile.output_tokens
         return self.output_tokens_sum / self.outputs
+
+    def learned(self) -> Profile:
+        """The profile with what was learned in its place: rates of all endpoints together, and the answers' length."""
+        prior = self.profile
+        rate = (self.rate_work.sum() + _PRIOR_S * prior.prefill_tokens_per_s) / (self.rate_time_s.sum() + _PRIOR_S)
+        return replace(
+            prior,
+            prefill_tokens_per_s=round(float(rate), 1),
+            output_tokens=round(self.expected_output_tokens, 1),
+        )
 
     # -- inside
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import socket
@@ -12,8 +13,11 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from extproc.admin.server import AdminServer
+from extproc.cli import cli
 
 ADDRESS = "10.0.0.1:8000"
 
@@ -49,6 +53,10 @@ class Operations:
         self._note_thread("refusals")
         self.asked.append(("refusals", limit))
         return [{"reason": "empty_body"}]
+
+    def profiles(self) -> dict[str, Any]:
+        """Operations."""
+        return {"chat": {"prefill_tokens_per_s": 5.0}}
 
     def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """One explanation."""
@@ -293,3 +301,16 @@ async def test_a_page_of_another_origin_is_refused(house: House) -> None:
             assert (response.status, response.content_type) == (403, "application/json")
         async with browser.get(f"{url}/livez", headers={"origin": url}) as response:
             assert response.status == 200
+
+
+async def test_what_was_learned_can_be_carried_over(house: House) -> None:
+    """`pointsman profiles` prints it as a config has it."""
+    assert await house.ask("GET", "/v1/profiles") == (200, {"profiles": {"chat": {"prefill_tokens_per_s": 5.0}}})
+    printed = await asyncio.to_thread(CliRunner().invoke, cli, ["profiles", "--admin", house.admin])
+    assert yaml.safe_load(printed.output) == {"pools": [{"name": "chat", "hardware": {"prefill_tokens_per_s": 5.0}}]}
+
+
+def test_profiles_of_nobody_are_no_traceback() -> None:
+    """Nothing listens there."""
+    printed = CliRunner().invoke(cli, ["profiles", "--admin", "127.0.0.1:1"])
+    assert (printed.exit_code, "no answer from 127.0.0.1:1" in printed.output) == (2, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,6 +85,20 @@ def test_a_time_that_cannot_be_teaches_nothing(ttft_s: float) -> None:
     ledger = Ledger(_PROFILE)
     ledger.timed(_placed(ledger, 0, 2_000, 0.0), ttft_s)
     assert ledger.rate(_slots(0)).tolist() == [1_000]
+
+
+def test_what_was_learned_is_a_profile_again() -> None:
+    """For another fleet of the same hardware: rate and length as seen, the rest as it was."""
+    ledger = Ledger(_PROFILE)
+    assert ledger.learned() == _PROFILE
+    for turn in range(40):
+        for slot in (0, 5):
+            ledger.first_token(_placed(ledger, slot, 2_000, float(turn)), turn + 1.0)
+            ledger.answered(80)
+    learned = ledger.learned()
+    assert learned.prefill_tokens_per_s == pytest.approx(2_000, rel=0.1)
+    assert learned.output_tokens == 80
+    assert replace(learned, prefill_tokens_per_s=1_000.0, output_tokens=300.0) == _PROFILE
 
 
 def test_the_length_of_answers_is_the_profiles_until_it_is_known() -> None:
