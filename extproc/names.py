@@ -44,4 +44,11 @@ STRIPPED_HEADERS = (
     "x-pointsman-decision",
     "x-pointsman-tenant",
 )
-"""What no client may send: Envoy removes it before anything else reads it."""
+"""What no client may send: our own Envoy removes it before anything else reads it."""
+FORGED_HEADERS = frozenset(STRIPPED_HEADERS) - {
+    DESTINATION_HEADER,
+    CLUSTER_HEADER,
+    FIRST_CHOICE_HEADER,
+    REQUEST_ID_HEADER,
+}
+"""Of these, what a decision does not overwrite: where a gateway is not ours, the decision removes it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -18,7 +19,7 @@ from extproc.access.gate import gate_of
 from extproc.config.generations import Generation, Target
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights
-from extproc.names import RETRY_AFTER_S
+from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
 from extproc.reply import Answer, Pending, Reply, Route, refuse
@@ -171,7 +172,7 @@ class Pipeline:
         plan.request.tenant = flight.tenant
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        route = self._place(generation, flight, plan, parsed_at)
+        route = self._place(generation, flight, _without_forged(generation, headers, plan), parsed_at)
         if self._request_log is not None and isinstance(route, Route):
             self._request_log.routed(flight, path_of(headers), plan.request, route.addresses[0])
         plan.request.prompt = b""  # it goes no further than this
@@ -271,6 +272,17 @@ _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is Mode
 
 def _api(headers: Mapping[str, str]) -> Api | None:
     return by_path(path_of(headers))
+
+
+def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Plan) -> Plan:
+    """Remove what no client may send and this one did, also where the gateway is not ours and has not done so.
+
+    A trusted hop's tenant is no forgery.
+    """
+    if headers.keys().isdisjoint(FORGED_HEADERS):
+        return plan
+    forged = FORGED_HEADERS & headers.keys() - {generation.config.access.tenant_header}
+    return replace(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
 
 
 def _both(allowed: tuple[str, ...] | None, wanted: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -128,6 +128,8 @@ def read(raw: bytes) -> Received:
     if phase is Phase.REQUEST_HEADERS:
         sent = message.request_headers
         received.headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
+        if received.body_mode is BodyMode.UNSTATED:  # NGINX's shim spells names as Go does, Content-Type
+            received.headers = {name.lower(): value for name, value in received.headers.items()}
         received.end_of_stream = sent.end_of_stream
         received.subset, received.claims = _subset(message), _claims(message)
     elif phase is Phase.RESPONSE_HEADERS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateways import Answered, Asked
@@ -203,6 +203,21 @@ PIECES = (
 # -- what paths and headers say
 
 _TWICE = (("x-session-id", "a"), ("cookie", "a=1"), ("cookie", "b=2"), ("x-custom", "1"), ("x-custom", "2"))
+_OVERWRITTEN = (
+    "x-gateway-destination-endpoint", "x-pointsman-cluster", "x-pointsman-endpoint", "x-pointsman-request-id"
+)  # fmt: skip
+_REMOVED = (
+    "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-served", "x-pointsman-model",
+    "x-pointsman-parent", "x-pointsman-decision", "x-pointsman-tenant",
+)  # fmt: skip
+
+
+def _forged(name: str, *, overwritten: bool = False) -> Case:
+    """A header of ours, from a client who would like another endpoint; it is no hint, and no engine gets it."""
+    asked = post(chat(), headers=((name, address(2)),))
+    return Case(f"a client's own {name}", asked, Routed((1,), removed=() if overwritten else (name,)), THREE)
+
+
 PATHS = (
     Case("GET is decided at its headers", get("/custom/a?b=c"), Routed((1,)), THREE, OPERATOR_PATHS, _SHOWN),
     Case("a path of the operator, any body", post(*cut(b"\x00\xff not JSON", 3), path="/custom/a"), Routed((1,)), THREE,
@@ -215,8 +230,16 @@ PATHS = (
     Case("a wrong method", get("/v1/chat/completions"), _invalid("method_not_allowed", 405), needs=_SHOWN),
     Case("headers given twice", post(chat(), headers=_TWICE), Routed()),
     Case("a header that is no UTF-8 to us", post(chat(), headers=(("x-custom", "\x80\xff"),)), Routed()),
-    Case("a destination of the client's own", post(chat(), headers=(("x-gateway-destination-endpoint", address(2)),)),
-         Routed((1,)), THREE),
+    *(_forged(name, overwritten=True) for name in _OVERWRITTEN),
+    *(_forged(name) for name in _REMOVED),
+    *(replace(_forged(name), name=f"a client's own {name}, without a body",
+              asked=get("/custom/a", headers=((name, address(2)),)), config=OPERATOR_PATHS, needs=_SHOWN)
+      for name in _REMOVED),
+    Case("all that a client may not send, together",
+         post(chat(), headers=tuple((name, address(2)) for name in (*_OVERWRITTEN, *_REMOVED))),
+         Routed((1,), removed=_REMOVED), THREE),
+    Case("a tenant of a trusted hop's stays", post(chat(), headers=(("x-pointsman-tenant", "a"),)), Routed((1,)), THREE,
+         {"access": {"tenant_header": "x-pointsman-tenant"}}),
 )  # fmt: skip
 
 CASES = (*LOAD, *SUBSETS, *BODIES, *PIECES, *PATHS)

@@ -94,7 +94,7 @@ class Gateway:
         pseudo = ((":method", asked.method), (":path", asked.path)) if self.shows_path else ()
         for name, value in (*pseudo, *asked.headers):
             if self.request_mode is None:
-                message.request_headers.headers.headers.add(key=name, value=value)
+                message.request_headers.headers.headers.add(key=name.title(), value=value)  # as Go spells them
             else:
                 message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
         self.state_modes(message)

@@ -124,3 +124,7 @@ class House:
         assert self.in_flight() == {}
         assert not state.in_flight_prompt_tokens.any()
         assert not state.in_flight_uncached_tokens.any()
+        for placement in self.fleet.placements.values():
+            assert not placement.ledger.pending.any()
+            assert not placement.ledger.pending_tokens.any()
+            assert not any(shelf.pinned for shelf in placement.index._shelves.values())
