@@ -281,6 +281,7 @@ class App:
             "ext_proc_streams_ended_total": flights.ended,
             "ext_proc_streams_open": flights.open_count,
             "requests_unsettled": flights.unsettled_count,
+            "prefill_rates_misread_total": sum(p.ledger.misreadings for p in self.fleet.placements.values()),
         }
 
 

@@ -259,6 +259,7 @@ class Flights:
             flight.request = None  # needed only for a move, and nothing moves any more
             del self._reserved[flight.request_id]
             if flight.settled:
+                self._let_go(flight)
                 self._keep_for_late_attempts(flight)
             else:
                 self._await_access_log(flight)
@@ -266,7 +267,7 @@ class Flights:
     def _await_access_log(self, flight: Flight) -> None:
         self._unsettled[flight.request_id] = flight
         if len(self._unsettled) > self.max_unsettled:
-            self._events.missing(self._unsettled.popitem(last=False)[1])
+            self._give_up(self._unsettled.popitem(last=False)[1])
 
     def _keep_for_late_attempts(self, flight: Flight) -> None:
         """The two logs are separate streams: word of a failed attempt may come after the request's own entry."""
@@ -316,14 +317,22 @@ class Flights:
             self._charge(flight, completion.address, completion.failed)
         self._learn(flight, completion)
         self._events.settled(flight, completion)
+        self._let_go(flight)
         return True
 
     @staticmethod
-    def _learn(flight: Flight, completion: Completion) -> None:
+    def _let_go(flight: Flight) -> None:
+        """Once it is over and told of, it must not keep a pool alive that may be gone by then."""
+        if flight.stage is Stage.RELEASED:
+            flight.placement = None
+
+    def _learn(self, flight: Flight, completion: Completion) -> None:
         """What the pool's ledger can learn of one answer. Only a streamed one tells when its first token came."""
         reservation, placement, usage = flight.reservation, flight.placement, completion.usage
         if reservation is None or placement is None or completion.failed is not None:
             return
+        if self._state.generation[reservation.slot] != reservation.generation:
+            return  # the slot is another endpoint's by now
         if flight.streamed and completion.ttft_s is not None and completion.status == _OK:
             placement.ledger.timed(reservation, completion.ttft_s)
         if usage is not None and usage.completion_tokens:
@@ -331,11 +340,11 @@ class Flights:
 
     def _take_credit_back(self, flight: Flight, address: str | None) -> None:
         """A prompt that an endpoint did not take is not in its cache."""
-        reservation, placement, request = flight.reservation, flight.placement, flight.request
-        if reservation is None or placement is None or request is None or address is None:
+        reservation, placement = flight.reservation, flight.placement
+        if reservation is None or placement is None or address is None:
             return
         if self._state.slot_of(address) == reservation.slot:
-            placement.failed(request, reservation)
+            placement.failed(reservation)
 
     def _charge(self, flight: Flight, address: str | None, why: str) -> None:
         """Hold a failure against an endpoint, once per request: both logs tell of the last attempt."""
@@ -351,7 +360,11 @@ class Flights:
             if flight.ended_at_s > overdue:
                 return
             del self._unsettled[flight.request_id]
-            self._events.missing(flight)
+            self._give_up(flight)
+
+    def _give_up(self, flight: Flight) -> None:
+        self._events.missing(flight)
+        self._let_go(flight)
 
     def _find(self, request_id: str) -> Flight | None:
         return self._reserved.get(request_id) or self._unsettled.get(request_id)

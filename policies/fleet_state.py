@@ -43,6 +43,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("ttft_at_s", np.float64, 0),
     ("prefix_hit_ratio", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
+    ("has_metrics", np.bool_, True),
     ("waiting_level", np.float64, 0),
     ("running_level", np.float64, 0),
     ("kv_used_level", np.float64, 0),
@@ -118,6 +119,7 @@ class FleetState:
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
     runs at most so many at once; 0 while it has not said.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
+    `has_metrics`: false for an engine that has none to scrape.
     """
 
     generation: npt.NDArray[np.int64]
@@ -140,6 +142,7 @@ class FleetState:
     ttft_at_s: npt.NDArray[np.float64]
     prefix_hit_ratio: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
+    has_metrics: npt.NDArray[np.bool_]
     waiting_level: npt.NDArray[np.float64]
     running_level: npt.NDArray[np.float64]
     kv_used_level: npt.NDArray[np.float64]

@@ -166,7 +166,8 @@ class Reservation:
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
-    `pending` while its first token is not known to have come. The index's: `blocks` are pinned for it, in that `stay`.
+    `pending` while its first token is not known to have come. The index's: `blocks` are pinned for it, in that `stay`;
+    the first `idle_blocks` of them were there before, and not just by word of another request under way.
     """
 
     slot: int
@@ -178,6 +179,7 @@ class Reservation:
     pending: bool = False
     blocks: Sequence[int] = ()
     stay: int = 0
+    idle_blocks: int = 0
 
     @property
     def cached_tokens(self) -> int:

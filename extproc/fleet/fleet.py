@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import structlog
 
 from extproc.config.generations import Generation
@@ -28,6 +29,7 @@ from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
 from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
+from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
@@ -122,6 +124,7 @@ class Fleet:
     def configure(self, generation: Generation) -> None:
         """Take a new generation: pools come and go, policies change, indexes and counts stay."""
         config = generation.config
+        policies = [build_policy(pool) for pool in config.pools]  # first, since a third party's may fail
         probe = config.probe
         self._thresholds = Thresholds(
             probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
@@ -132,8 +135,8 @@ class Fleet:
             member.lifecycle.thresholds = self._thresholds
             self._apply_zone(member)
         published = self.assignments()
-        for pool in config.pools:
-            self._configure_pool(pool)
+        for pool, policy in zip(config.pools, policies, strict=True):
+            self._configure_pool(pool, policy)
         for name in set(self._pools) - {pool.name for pool in config.pools}:
             self._remove_pool(name)
         self._let_clusters_leave(published)
@@ -157,17 +160,15 @@ class Fleet:
         for cluster in ours & self._leaving_clusters.keys():
             del self._leaving_clusters[cluster]
 
-    def _configure_pool(self, pool: Pool) -> None:
-        placement = self.placements.get(pool.name)
-        if placement is None or self._pools[pool.name] != pool:
-            index = placement.index if placement else PrefixIndex(pool.kv_capacity_tokens)
-            index.default_capacity_tokens = pool.kv_capacity_tokens
-            ledger = placement.ledger if placement else Ledger()
-            ledger.profile = profile_of(pool)
-            fresh = Placement(pool.name, build_policy(pool), index, ledger, filters=policy_of(pool).filters)
-            if placement is not None:
-                fresh.members = placement.members
-            self.placements[pool.name] = fresh
+    def _configure_pool(self, pool: Pool, policy: Policy) -> None:
+        spec, placement = policy_of(pool), self.placements.get(pool.name)
+        if placement is None:
+            index, ledger = PrefixIndex(pool.kv_capacity_tokens), Ledger(profile_of(pool))
+            placement = self.placements[pool.name] = Placement(pool.name, policy, index, ledger)
+        placement.index.default_capacity_tokens = pool.kv_capacity_tokens
+        placement.ledger.profile = profile_of(pool)
+        if self._pools.get(pool.name) != pool:
+            placement.use(policy, filters=spec.filters, index_tokens=spec.index_tokens)
         self._pools[pool.name] = pool
 
     def set_endpoints(self, pool: str, endpoints: Iterable[Discovered | str]) -> None:
@@ -230,8 +231,10 @@ class Fleet:
             self.state.state[slot] = member.lifecycle.state
         member.pools.add(pool)
         member.leaving.pop(pool, None)
+        self.state.has_metrics[member.slot] = self.assumed_by_grpc(address) is None
         # a late move of a request may have credited whoever had the slot before
         self.placements[pool].index.forget(member.slot)
+        self.placements[pool].ledger.forget(member.slot)
         self._apply_capacity(member)
         self._observe(member, Evidence.LISTED)
 
@@ -419,8 +422,8 @@ class Fleet:
         tokens = member.capacity_tokens or configured
         self.state.kv_capacity_tokens[member.slot] = tokens
         for pool in member.pools:
-            bound = policy_of(self._pools[pool]).index_tokens
-            self.placements[pool].index.set_capacity(member.slot, bound or tokens)
+            placement = self.placements[pool]
+            placement.index.set_capacity(member.slot, placement.index_tokens or tokens)
 
     def _note_restart(self, member: _Member, figures: EngineFigures) -> None:
         if not _is_another_run(member.run, figures):
@@ -458,7 +461,21 @@ class Fleet:
             "drained_by": sorted(member.drained_by),
             "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
-            "indexed_tokens": {p: self.placements[p].index.held_tokens(member.slot) for p in sorted(member.pools)},
+            **self._describe_placements(member, now_s),
+        }
+
+    def _describe_placements(self, member: _Member, now_s: float) -> dict[str, dict[str, float]]:
+        """What each of its pools makes of an endpoint."""
+        slots = np.array([member.slot], np.intp)
+        placements = {pool: self.placements[pool] for pool in sorted(member.pools)}
+        rates = {pool: placement.ledger.rate(slots) for pool, placement in placements.items()}
+        backlogs = {p: placement.ledger.backlog(slots, rates[p], now_s) for p, placement in placements.items()}
+        return {
+            "indexed_tokens": {
+                pool: placement.index.held_tokens(member.slot) for pool, placement in placements.items()
+            },
+            "prefill_tokens_per_s": {pool: round(float(rate[0]), 1) for pool, rate in rates.items()},
+            "backlog_tokens": {pool: round(float(backlog[0])) for pool, backlog in backlogs.items()},
         }
 
 

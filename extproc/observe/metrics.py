@@ -333,7 +333,8 @@ class _StateCollector(Collector):
         now_s = self._now()
         ages = {address: now_s - float(self._state.observed_at_s[slot]) for slot, address in slots}
         seen = [((address,), age) for address, age in ages.items() if age < float("inf")]
-        stale = [((address,), float(age > self._state.stale_after_s)) for address, age in ages.items()]
+        limit_s, scraped = self._state.stale_after_s, self._state.has_metrics
+        stale = [((address,), float(ages[address] > limit_s)) for slot, address in slots if scraped[slot]]
         yield _gauge("endpoint_observed_age_seconds", "Age of the last good scrape", ("endpoint",), seen)
         yield _gauge("endpoint_stale", "1 while scores rest on our own accounting", ("endpoint",), stale)
 

@@ -40,7 +40,7 @@ _COLUMNS = ("pending", "pending_work", "pending_tokens", "bucket", "bucket_at_s"
 
 
 class Ledger:
-    """Work by endpoint slot. Arrays grow with the highest slot seen."""
+    """Work by endpoint slot; arrays grow with the highest slot seen. `misreadings`: observed rates not believed."""
 
     pending: Floats
     pending_work: Floats
@@ -53,6 +53,7 @@ class Ledger:
 
     def __init__(self, profile: Profile | None = None) -> None:
         self.profile = profile or Profile()
+        self.misreadings = 0
         self.outputs = 0.0
         self.output_tokens_sum = 0.0
         self._size = 0
@@ -126,9 +127,8 @@ class Ledger:
     @property
     def expected_output_tokens(self) -> float:
         """Mean length of an answer."""
-        if self.outputs <= _PRIOR_REQUESTS:
-            return self.profile.output_tokens
-        return self.output_tokens_sum / self.outputs
+        prior_tokens = _PRIOR_REQUESTS * self.profile.output_tokens
+        return (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, and the answers' length."""
@@ -146,6 +146,7 @@ class Ledger:
         time_s = max(time_s, _SHORTEST_S)
         prior = self.profile.prefill_tokens_per_s
         if not prior / _MOST_TIMES_PRIOR <= work / time_s <= prior * _MOST_TIMES_PRIOR:
+            self.misreadings += 1
             return
         kept = math.exp(-time_s / _RATE_MEMORY_S)
         self.rate_work[slot] = self.rate_work[slot] * kept + work

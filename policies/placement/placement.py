@@ -32,7 +32,7 @@ class Unplaceable:
 
 
 class Placement:
-    """The endpoints of one pool and how to choose among them."""
+    """The endpoints of one pool and how to choose among them. It lives as long as the pool: a reload swaps parts."""
 
     def __init__(
         self,
@@ -45,15 +45,24 @@ class Placement:
     ) -> None:
         """Raise ValueError for an unknown filter."""
         self.pool = pool
-        self.policy = policy
         self.index = index
         self.ledger = ledger or Ledger()
         self.members = np.empty(0, np.intp)
+        self.index_tokens: int | None = None
+        self.use(policy, filters=filters)
+
+    def use(self, policy: Policy, *, filters: Iterable[str] = (), index_tokens: int | None = None) -> None:
+        """Choose by this policy from now on; requests under way keep what they took. Raise ValueError as above.
+
+        `index_tokens`: what the index holds of an endpoint, if not what its cache holds.
+        """
         names = dict.fromkeys((*_ALWAYS, *filters))
         unknown = [name for name in names if name not in FILTERS]
         if unknown:
             raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")
         self._filters: list[tuple[str, Filter]] = [(name, FILTERS[name]) for name in names]
+        self.policy = policy
+        self.index_tokens = index_tokens
 
     def set_members(self, slots: Iterable[int]) -> None:
         """The slots that belong to the pool; those that left lose their prefix credit."""
@@ -102,8 +111,9 @@ class Placement:
         return reservation
 
     def _book(self, request: InferenceRequest, reservation: Reservation, now_s: float) -> None:
+        pin = self.index.pin(reservation.slot, request.block_hashes, request.block_tokens)
         reservation.blocks = request.block_hashes
-        reservation.stay = self.index.pin(reservation.slot, request.block_hashes, request.block_tokens)
+        reservation.stay, reservation.idle_blocks = pin
         self.ledger.committed(reservation, now_s)
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
@@ -116,9 +126,12 @@ class Placement:
         self.index.release(reservation.slot, reservation.stay, reservation.blocks, now_s)
         reservation.blocks = ()
 
-    def failed(self, request: InferenceRequest, reservation: Reservation) -> None:
-        """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
-        kept = _blocks_within(request, reservation.cached_tokens)
+    def failed(self, reservation: Reservation) -> None:
+        """The endpoint did not take the request: it did not get the part of the prompt it lacked either.
+
+        Nor what it was only about to get with other requests: if they fail too, nobody brought it.
+        """
+        kept = reservation.idle_blocks
         self.index.discard(reservation.slot, reservation.stay, reservation.blocks[kept:])
         reservation.blocks = reservation.blocks[:kept]
 
@@ -126,7 +139,7 @@ class Placement:
         self, request: InferenceRequest, reservation: Reservation, slot: int, state: FleetState, now_s: float
     ) -> Reservation:
         """Another endpoint serves the request than the one chosen: load and prefix credit move there."""
-        self.failed(request, reservation)
+        self.failed(reservation)
         self.ended(reservation, now_s)
         here = self.index.match(request.block_hashes, request.block_tokens, np.array([slot], np.intp))
         uncached = max(0, request.input_tokens - int(here[0]))
@@ -161,18 +174,8 @@ def _choice(matched_tokens: Floats, first: int) -> Choice:
 def _fallbacks(view: View) -> tuple[Fallback, ...]:
     """What the ranking had to do without."""
     missing: tuple[Fallback, ...] = ()
-    if view.any_stale:
+    if view.fell_back:
         missing = (Fallback.STALE_FIGURES,)
     if exceeds_context(view):
         missing += (Fallback.CONTEXT_ESTIMATE,)
     return missing
-
-
-def _blocks_within(request: InferenceRequest, tokens: int) -> int:
-    """How many blocks from the start of a prompt lie within its first `tokens`."""
-    depth = 0
-    for position, block_tokens in enumerate(request.block_tokens):
-        depth += block_tokens
-        if depth > tokens:
-            return position
-    return len(request.block_tokens)

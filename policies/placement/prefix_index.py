@@ -69,11 +69,15 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched[slots]
 
-    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> int:
-        """A request with this prompt goes to `slot`. Returns the stay to release it with."""
+    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+        """A request with this prompt goes to `slot`.
+
+        Returns the stay to release it with, and how many blocks from the start were idle: surely there.
+        """
         shelf = self._shelf(slot)
         pinned, idle, holders, bit = shelf.pinned, shelf.idle, self._holders, 1 << slot
-        for block, block_tokens in zip(hashes, tokens, strict=True):
+        were_idle = 0
+        for position, (block, block_tokens) in enumerate(zip(hashes, tokens, strict=True)):
             entry = pinned.get(block)
             if entry is not None:
                 entry[1] += 1
@@ -85,8 +89,9 @@ class PrefixIndex:
                 pinned[block] = [block_tokens, 1]
             else:
                 pinned[block] = [was_idle[0], 1]
+                were_idle += position == were_idle
         self._evict(slot, shelf)
-        return shelf.stay
+        return shelf.stay, were_idle
 
     def release(self, slot: int, stay: int, hashes: Sequence[int], now_s: float) -> None:
         """The request is over: what no other uses is idle from now on."""
@@ -119,7 +124,7 @@ class PrefixIndex:
 
     def insert(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> None:
         """A request with this prompt was served and is over."""
-        self.release(slot, self.pin(slot, hashes, tokens), hashes, now_s)
+        self.release(slot, self.pin(slot, hashes, tokens)[0], hashes, now_s)
 
     def set_capacity(self, slot: int, capacity_tokens: int) -> None:
         """Use the KV capacity the engine reports, in tokens; shrinking evicts at once."""

@@ -31,6 +31,7 @@ class View:
         "_running",
         "_stale",
         "_waiting",
+        "fell_back",
         "index",
         "ledger",
         "matched_tokens",
@@ -67,6 +68,7 @@ class View:
         self._prompt_tokens: Floats | None = None
         self._running: Floats | None = None
         self._stale: Mask | None = None
+        self.fell_back = False
         self._waiting: Floats | None = None
 
     def take(self, mask: Mask) -> View:
@@ -149,7 +151,7 @@ class View:
 
     def _now(self, level: Floats, since: Floats, ours: Floats) -> Floats:
         figures = np.maximum(level[self.slots] + since, 0.0)
-        return self.fresh_or(figures, ours) if self.any_stale else figures
+        return self.fresh_or(figures, ours)
 
     @property
     def any_stale(self) -> bool:
@@ -158,4 +160,7 @@ class View:
 
     def fresh_or(self, observed: Floats, ours: Floats) -> Floats:
         """The scraped figure where it is fresh, our own accounting where it is stale."""
+        if not self.any_stale:
+            return observed
+        self.fell_back = True
         return np.where(self.stale, ours, observed)

@@ -162,7 +162,7 @@ def _families() -> list[Metric]:
     metrics = Metrics()
     state = FleetState(stale_after_s=1, max_endpoints=1)
     streams = ("ext_proc_streams_opened_total", "ext_proc_streams_ended_total", "ext_proc_streams_open",
-               "requests_unsettled")  # fmt: skip
+               "requests_unsettled", "prefill_rates_misread_total")  # fmt: skip
     metrics.observe_state(state, lambda: dict.fromkeys(streams, 0.0), lambda: 0.0)
     return list(metrics.registry.collect())
 

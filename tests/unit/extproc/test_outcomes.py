@@ -223,3 +223,17 @@ def test_the_last_requests_of_a_removed_pool_do_not_bring_its_series_back() -> N
     house.flights.on_completion(completion(flight.request_id, SECOND))
     assert house.value("completions_total", pool="p", outcome="ok") is None
     assert house.value("completions_total", pool="", outcome="ok") == 1
+
+
+def test_an_answer_told_of_late_teaches_no_stranger() -> None:
+    """The slot may be another endpoint's by the time the access log says how it went."""
+    house = House()
+    flight = house.start()
+    assert flight.reservation is not None
+    flight.streamed = True
+    ledger = house.fleet.placements["p"].ledger
+    flight.close()
+    house.state.generation[flight.reservation.slot] += 1
+    house.flights.on_completion(completion(flight.request_id, FIRST, ttft_s=0.1))
+    assert not ledger.rate_time_s.any()
+    assert flight.placement is None

@@ -295,11 +295,13 @@ def test_a_session_may_be_named_by_header(house: House, header: str) -> None:
     assert house.flight.request.session_key == "s"
 
 
-def test_stale_figures_are_a_counted_fallback(house: House) -> None:
-    """Nothing was scraped for a while: routed all the same, and not in silence."""
+@pytest.mark.parametrize(("policy", "fallbacks"), [("weighted", ["stale_figures"]), ("default", [])])
+def test_stale_figures_are_a_counted_fallback(policy: str, fallbacks: list[str]) -> None:
+    """Nothing was scraped for a while: routed all the same, and not in silence, by a policy that looks at scrapes."""
+    house = House(CONFIG.replace("name: chat\n", f"name: chat\n    policy: {policy}\n"))
     house.now_s += 60
     assert isinstance(house.ask(chat()), Route)
-    assert house.events.fallbacks == ["stale_figures"]
+    assert house.events.fallbacks == fallbacks
 
 
 def test_a_prompt_that_no_window_holds_is_left_to_the_engine(house: House) -> None:

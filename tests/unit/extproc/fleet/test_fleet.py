@@ -6,6 +6,7 @@ import math
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -288,15 +289,19 @@ def test_listed_again_while_its_last_answer_runs_it_keeps_its_slot(house: House)
 def test_a_newcomer_on_a_freed_slot_inherits_nothing(house: House) -> None:
     """Neither figures nor prefix credit nor models of the one before."""
     house.bring_up("m", A)
-    house.place()
+    _, reservation = house.place()
+    ledger = house.fleet.placements["m"].ledger
+    rates = ledger.rate(np.array([0])).tolist()
     house.fleet.scraped(A, EngineFigures(running=9, waiting=9, kv_used=0.9))
     house.state.in_flight[:] = 0
     slot = house.slot(A)
     house.fleet.set_endpoints("m", [])
+    ledger.timed(reservation, 0.05)  # told after it left
     house.now_s += 10
     house.fleet.tick()
     house.fleet.set_endpoints("m", [B])
     assert house.slot(B) == slot
+    assert ledger.rate(np.array([slot])).tolist() == rates
     assert house.fleet.placements["m"].index.held_tokens(slot) == 0
     assert (house.state.waiting[slot], house.state.models(slot)) == (0, frozenset())
     assert (bool(house.state.routable[slot]), house.state_of(B)) == (False, State.STARTING)
@@ -541,6 +546,50 @@ def test_a_reload_keeps_counts_and_credit(house: House) -> None:
     house.state.release(reservation)
 
 
+def test_a_request_from_before_a_reload_moves_by_what_is_true_after_it(house: House) -> None:
+    """Who joined since gets load and credit; who left since does not, for nobody would take them back."""
+    house.bring_up("m", A)
+    placement = house.fleet.placements["m"]
+    request = InferenceRequest(Kind.CHAT, "m", "m", 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100])
+    _, reservation = house.place()
+    house.fleet.configure(config("m", m="policy: round-robin"))
+    house.bring_up("m", A, B)
+    moved = placement.moved(request, reservation, house.slot(B), house.state, house.now_s)
+    index, ledger = house.fleet.placements["m"].index, house.fleet.placements["m"].ledger
+    assert (index.held_tokens(house.slot(A)), index.held_tokens(house.slot(B))) == (0, 300)
+    assert ledger.pending[house.slot(B)] == 1
+    house.fleet.set_endpoints("m", [B])
+    slot = house.slot(A)
+    placement.moved(request, moved, slot, house.state, house.now_s)
+    assert (index.held_tokens(slot), ledger.pending[slot]) == (0, 0)
+
+
+def test_a_burst_that_nobody_took_leaves_no_credit(house: House) -> None:
+    """The second believed to find what the first was only about to bring."""
+    house.bring_up("m", A)
+    placement = house.fleet.placements["m"]
+    both = [house.place()[1] for _ in range(2)]
+    assert [reservation.cached_tokens for reservation in both] == [0, 300]
+    for reservation in both:
+        placement.failed(reservation)
+        placement.ended(reservation, house.now_s)
+    assert placement.index.held_tokens(house.slot(A)) == 0
+
+
+def test_a_policy_that_cannot_be_made_changes_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third party's, say: the pools are as they were."""
+    house.bring_up("m", A)
+
+    def fail(_pool: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("extproc.fleet.fleet.build_policy", fail)
+    with pytest.raises(ValueError, match="no"):
+        house.fleet.configure(config("n"))
+    assert set(house.fleet.placements) == {"m"}
+    assert house.pick() == {A}
+
+
 def test_an_unchanged_pool_keeps_its_placement(house: House) -> None:
     """And with it whose turn it was."""
     before = house.fleet.placements["m"]
@@ -762,7 +811,10 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "remote": False,
         "max_adapters": 0.0,
         "traffic_share": 1.0,
+        "has_metrics": True,
         "indexed_tokens": {"m": 300},
+        "prefill_tokens_per_s": {"m": 25_000.0},
+        "backlog_tokens": {"m": 0},
     }
 
 
@@ -891,3 +943,24 @@ def test_only_a_known_other_zone_is_remote(house: House) -> None:
         text = f"zone: {zone}\npools: [{{name: m, models: [m], endpoints: {{file: m.yaml}}}}]"
         house.fleet.configure(Generation(2, parse(text)))
         assert remote() == expected
+
+
+def test_what_placement_makes_of_an_endpoint_is_told(house: House) -> None:
+    """The believed prefill rate, and what is still to be prefilled there."""
+    house.bring_up("m", A)
+    assert house.described(A)["prefill_tokens_per_s"] == {"m": 25_000.0}
+    house.place()
+    assert house.described(A)["backlog_tokens"]["m"] > 300
+    assert house.described(A)["indexed_tokens"] == {"m": 300}
+
+
+def test_an_engine_without_metrics_is_not_one_whose_metrics_are_late() -> None:
+    """Those that speak gRPC have none."""
+    generation = Generation(
+        1, parse("pools: [{name: m, models: [m], protocol: grpc, endpoints: {file: m.yaml}}, "
+                 "{name: n, models: [n], endpoints: {file: n.yaml}}]")
+    )  # fmt: skip
+    house = House(generation)
+    house.fleet.set_endpoints("m", [A])
+    house.fleet.set_endpoints("n", [B])
+    assert [bool(house.state.has_metrics[house.slot(address)]) for address in (A, B)] == [False, True]

@@ -81,10 +81,11 @@ def test_the_rate_is_learned_from_answers_timed_afterwards(true_rate: float) -> 
 
 @pytest.mark.parametrize("ttft_s", [0.0, 1e-9, 1e9])
 def test_a_time_that_cannot_be_teaches_nothing(ttft_s: float) -> None:
-    """An answer from a cache in between, or a clock that jumped."""
+    """An answer from a cache in between, or a clock that jumped; it is counted."""
     ledger = Ledger(_PROFILE)
     ledger.timed(_placed(ledger, 0, 2_000, 0.0), ttft_s)
     assert ledger.rate(_slots(0)).tolist() == [1_000]
+    assert ledger.misreadings == 1
 
 
 def test_what_was_learned_is_a_profile_again() -> None:
@@ -97,17 +98,20 @@ def test_what_was_learned_is_a_profile_again() -> None:
             ledger.answered(80)
     learned = ledger.learned()
     assert learned.prefill_tokens_per_s == pytest.approx(2_000, rel=0.1)
-    assert learned.output_tokens == 80
+    assert learned.output_tokens == pytest.approx((80 * 80 + 20 * 300) / 100, rel=0.02)
     assert replace(learned, prefill_tokens_per_s=1_000.0, output_tokens=300.0) == _PROFILE
 
 
 def test_the_length_of_answers_is_the_profiles_until_it_is_known() -> None:
-    """Then the mean of the last thousand or so."""
+    """Then the mean of the last thousand or so, without a jump: the profile's counts as twenty answers."""
     ledger = Ledger(_PROFILE)
     assert ledger.expected_output_tokens == 300
-    for _ in range(2_000):
+    for _ in range(20):
         ledger.answered(50)
-    assert ledger.expected_output_tokens == pytest.approx(50)
+    assert ledger.expected_output_tokens == pytest.approx(175, rel=0.01)
+    for _ in range(5_000):
+        ledger.answered(50)
+    assert ledger.expected_output_tokens == pytest.approx(50, rel=0.1)
 
 
 def test_an_endpoint_that_starts_anew_is_learned_anew() -> None:

@@ -90,7 +90,7 @@ def _chain(path: list[int]) -> list[int]:
 def test_what_is_in_use_is_not_evicted() -> None:
     """A running request's prompt outlives one that came later and is over; once idle, the longest idle goes first."""
     index = PrefixIndex(256)
-    stay = index.pin(0, [1, 2], [64, 64])
+    stay, _ = index.pin(0, [1, 2], [64, 64])
     index.insert(0, [3, 4], [64, 64], 1.0)
     index.insert(0, [5, 6], [64, 64], 2.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
@@ -104,7 +104,7 @@ def test_what_is_in_use_is_not_evicted() -> None:
 def test_a_block_is_in_use_until_its_last_user_ends() -> None:
     """Two requests with the same head: the second keeps it when the first is over."""
     index = PrefixIndex(128)
-    first, second = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
+    (first, _), (second, _) = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
     assert index.room_tokens(_slots(0)).tolist() == [-64]
     index.release(0, first, [1, 2], 1.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [64]
@@ -116,7 +116,7 @@ def test_a_block_is_in_use_until_its_last_user_ends() -> None:
 def test_what_did_not_get_there_is_not_held() -> None:
     """Unless another request brought it."""
     index = PrefixIndex(10_000)
-    stay = index.pin(0, [1, 2, 3], [64, 64, 64])
+    stay, _ = index.pin(0, [1, 2, 3], [64, 64, 64])
     index.pin(0, [1, 2], [64, 64])
     index.discard(0, stay, [2, 3])
     index.release(0, stay, [1], 1.0)
@@ -126,13 +126,21 @@ def test_what_did_not_get_there_is_not_held() -> None:
 def test_a_request_from_before_a_restart_releases_nothing() -> None:
     """What it pinned is gone; what others have pinned since is theirs."""
     index = PrefixIndex(10_000)
-    before = index.pin(0, [1, 2], [64, 64])
+    before, _ = index.pin(0, [1, 2], [64, 64])
     index.forget(0)
     index.pin(0, [1, 2], [64, 64])
     index.release(0, before, [1, 2], 1.0)
     index.discard(0, before, [1, 2])
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
     assert index.oldest_at_s(_slots(0)).tolist() == [np.inf]
+
+
+def test_only_idle_blocks_are_surely_there() -> None:
+    """What other requests have only pinned may never come."""
+    index = PrefixIndex(10_000)
+    index.insert(0, [1, 2], [64, 64], 0.0)
+    assert index.pin(0, [1, 2, 3], [64, 64, 64]) == (0, 2)
+    assert index.pin(0, [1, 2, 3, 4], [64] * 4) == (0, 0)
 
 
 _steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "forget"]))
@@ -149,7 +157,7 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
         if what == "serve":
             index.insert(slot, chain, [64] * len(path), float(position))
         elif what == "begin":
-            running.append((slot, index.pin(slot, chain, [64] * len(path)), chain))
+            running.append((slot, index.pin(slot, chain, [64] * len(path))[0], chain))
         elif what == "forget":
             index.forget(slot)
         elif running:
