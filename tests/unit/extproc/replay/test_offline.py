@@ -55,12 +55,12 @@ def test_requests_on_a_dead_engine_start_again_elsewhere(make_trace: Any) -> Non
     death = Disturbance(at_s=2.5, what="kill", engine=1)
     run = _replayed(trace, fleet=Fleet(engines=2, notice_s=2.0, disturbances=(death,)))
     assert all(one.ended_s > one.first_token_s > one.arrived_s for one in run.outcomes)
-    assert {one.engine for one in run.outcomes} == {0} or all(
-        one.ended_s < 2.5 for one in run.outcomes if one.engine == 1
-    )
-    lost = run.outcomes[3]  # sent to engine 1 at 3 s, noticed at 4.5 s
-    assert lost.arrived_s == 3.0
-    assert lost.first_token_s >= 4.5
+    assert {one.engine for one in run.outcomes} == {0}
+    late = [one.arrived_s for one in run.outcomes if one.first_token_s >= 4.5 and one.arrived_s < 4.5]
+    assert late == [
+        1.0,
+        3.0,
+    ]  # the one that ran on engine 1 at 2.5 s, and the one sent there before the notice at 4.5 s
 
 
 def test_an_engine_that_joins_is_used_from_then_on(make_trace: Any) -> None:
@@ -103,6 +103,7 @@ def test_the_router_sees_the_engines_as_often_as_it_scrapes() -> None:
         for fleet in (fresh, stale)
     }
     assert placed["llm-d-default", 0.05] != placed["llm-d-default", 5.0]
+    assert placed["least-request", 0.05] == placed["least-request", 5.0]
 
 
 @pytest.mark.parametrize("told", ["seen", "timed", "never"])
@@ -132,8 +133,7 @@ def test_a_fixed_number_in_flight_measures_what_a_fleet_can_take() -> None:
 
 
 def test_samples_tell_load_and_hits_over_time(make_trace: Any) -> None:
-    """Counters only grow, and end where the outcomes do."""
+    """A request a second, each over at the half; the second finds three blocks of the first."""
     run = _replayed(make_trace([1, 2, 3], [1, 2, 3, 4], [9]), fleet=Fleet(engines=1), sample_s=0.5)
-    assert [sample.at_s for sample in run.samples[:3]] == [0.0, 0.5, 1.0]
-    assert run.samples[-1].hit_tokens == (48,)
-    assert run.samples[-1].load in {(0,), (1,)}
+    seen = [(sample.at_s, sample.load, sample.hit_tokens) for sample in run.samples]
+    assert seen == [(0.0, (1,), (0,)), (0.5, (0,), (0,)), (1.0, (1,), (48,)), (1.5, (0,), (48,)), (2.0, (1,), (48,))]

@@ -19,7 +19,7 @@ from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import PolicySpec
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile
-from policies.types import Decision, InferenceRequest, Kind, Ranking, Reservation
+from policies.types import Decision, Floats, InferenceRequest, Kind, Ranking, Reservation
 
 _PROMPT = 1_000
 _BLOCKS = {"block_hashes": range(1, 11), "block_tokens": [100] * 10}
@@ -48,6 +48,7 @@ class Endpoint:
     ttft_s: float = 0.0
     errors: float = 0.0
     cost: float = 0.0
+    weight: float = 1.0
     remote: bool = False
     ready: bool = True
 
@@ -65,6 +66,7 @@ def _endpoint(draw: st.DrawFn, *, may_be_out: bool = False) -> Endpoint:
         ttft_s=draw(st.sampled_from([0.0, 0.1, 1.0, 10.0])),
         errors=draw(st.sampled_from([0.0, 0.1, 1.0])),
         cost=draw(st.sampled_from([0.0, 1.0, 3.0])),
+        weight=draw(st.sampled_from([0.5, 1.0, 1.0, 3.0])),
         remote=draw(st.booleans()),
         ready=not may_be_out or draw(st.booleans()),
     )
@@ -98,6 +100,7 @@ class House:
             state.timed(slot, endpoint.ttft_s, 0.0)
         state.scraped(slot, waiting=endpoint.waiting, running=endpoint.running, kv_used=endpoint.kv_used, now_s=0.0)
         state.error_ewma[slot], state.cost[slot], state.remote[slot] = endpoint.errors, endpoint.cost, endpoint.remote
+        state.weight[slot] = endpoint.weight
         count = endpoint.held_blocks
         self.placement.index.insert(slot, list(_BLOCKS["block_hashes"])[:count], _BLOCKS["block_tokens"][:count], 0.0)
 
@@ -167,27 +170,41 @@ def test_more_load_never_raises_an_endpoint(
 @given(endpoints=Fleets, data=st.data())
 def test_slots_are_only_names(name: str, endpoints: list[Endpoint], data: st.DataObject) -> None:
     """The same endpoints in other slots get the same scores, so the same one is chosen, up to chance."""
-    if name in LOAD_BLIND:
-        endpoints = [endpoints[0]] * len(endpoints)  # turns begin at the lowest slot; after that they go round
     order = data.draw(st.permutations(range(len(endpoints))))
     scores = House(PRESETS[name], endpoints).ranking().scores
     renamed = House(PRESETS[name], [endpoints[number] for number in order]).ranking().scores
-    if name == "round-robin":
-        assert sorted(scores) == sorted(renamed)
+    if name == "round-robin":  # its turns begin at the lowest slot, whoever has it
+        assert (scores == renamed).all()
+        assert (np.diff(scores) < 0).all()
     else:
         assert renamed == pytest.approx(scores[list(order)])
+
+
+@settings(max_examples=25)
+@given(endpoints=Fleets)
+def test_turns_go_by_weight_alone(endpoints: list[Endpoint]) -> None:
+    """In six turns a head by round robin each is first six times; by weight as often as its share, whatever it does."""
+    turns, weights = 6 * len(endpoints), np.array([endpoint.weight for endpoint in endpoints])
+    assert (_firsts("round-robin", endpoints, turns) == 6).all()
+    shares = turns * weights / weights.sum()
+    assert (abs(_firsts("weighted-round-robin", endpoints, turns) - shares) <= 2).all()
+
+
+def _firsts(name: str, endpoints: list[Endpoint], turns: int) -> Floats:
+    """How often each endpoint was first in so many turns."""
+    house, firsts = House(PRESETS[name], endpoints), np.zeros(len(endpoints))
+    for seed in range(turns):
+        decision = house.choose(seed)
+        assert isinstance(decision, Decision)
+        house.placement.policy.committed(decision)
+        firsts[decision.order[0]] += 1
+    return firsts
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - set(BY_ADDRESS)))
 def test_equals_share_alike(name: str) -> None:
     """Four endpoints of which nothing is known: each is first about as often as any other."""
-    house = House(PRESETS[name], [Endpoint()] * 4)
-    firsts: Counter[int] = Counter()
-    for seed in range(400):
-        decision = house.choose(seed)
-        assert isinstance(decision, Decision)
-        house.placement.policy.committed(decision)  # whose turn it was; no load
-        firsts[decision.order[0]] += 1
+    firsts = _firsts(name, [Endpoint()] * 4, 400)
     assert all(60 <= firsts[slot] <= 140 for slot in range(4))
 
 
