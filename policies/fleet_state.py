@@ -44,6 +44,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("prefix_hit_ratio", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
     ("has_metrics", np.bool_, True),
+    ("foreign", np.float64, 0),
     ("waiting_level", np.float64, 0),
     ("running_level", np.float64, 0),
     ("kv_used_level", np.float64, 0),
@@ -61,6 +62,8 @@ _INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s"} | {
     name for name, _, _ in _FIGURES if name.endswith("_level")
 }
 _LEVELS = ("waiting", "running", "kv_used", "in_flight", "in_flight_prompt_tokens")
+_FEWEST_FOREIGN = 1.0
+"""Fewer are a difference between two counts taken at different moments, not requests."""
 _LEVEL_S = 5.0
 """Seconds over which levels are smoothed: about as late as figures come where scrapes are slow."""
 MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
@@ -119,6 +122,7 @@ class FleetState:
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
     runs at most so many at once; 0 while it has not said.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
+    `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
     `has_metrics`: false for an engine that has none to scrape.
     """
 
@@ -143,6 +147,7 @@ class FleetState:
     prefix_hit_ratio: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
     has_metrics: npt.NDArray[np.bool_]
+    foreign: npt.NDArray[np.float64]
     waiting_level: npt.NDArray[np.float64]
     running_level: npt.NDArray[np.float64]
     kv_used_level: npt.NDArray[np.float64]
@@ -264,6 +269,8 @@ class FleetState:
         for name in _LEVELS:
             level = getattr(self, f"{name}_level")
             level[slot] += share * (getattr(self, name)[slot] - level[slot])
+        others = self.waiting_level[slot] + self.running_level[slot] - self.in_flight_level[slot]
+        self.foreign[slot] = others if others >= _FEWEST_FOREIGN else 0.0
 
     def timed(self, slot: int, ttft_s: float, now_s: float) -> None:
         """A request's first byte came after `ttft_s`."""

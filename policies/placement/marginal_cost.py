@@ -3,7 +3,8 @@
 Seconds, lower wins. The terms, for a request of L prompt tokens of which the endpoint lacks u:
 
     own        (backlog + work) / rate               its wait and its own prefill
-    stall      stall_weight * n * work / rate        the n requests already there wait while it prefills
+    stall      stall_weight * n * work / rate        the n requests already there wait while it prefills; ours, and any
+                                                     that scrapes tell of beside them (after a restart, say)
     decode     decode_weight * O * (c n + d T)       its own answer of O tokens is slower beside n requests of T tokens
     eviction   eviction_weight * u / rate * fade     idle prefixes pushed out that others may still want
     overflow   overflow_s * excess                   of KV cache or batch places: it would wait inside the engine
@@ -88,13 +89,13 @@ class MarginalCost:
         uncached = np.maximum(prompt - view.matched_tokens, 0.0)
         rate = ledger.rate(slots)
         prefill_s = profile.work(prompt, uncached) / rate
-        running, held = view.in_flight, view.prompt_tokens_in_flight
+        running, held = _others(view)
         return {
             "own": ledger.backlog(slots, rate, view.now_s) / rate + prefill_s,
             "stall": spec.stall_weight * running * prefill_s,
             "decode": (spec.decode_weight * answer) * (profile.sequence_s * running + profile.kv_token_s * held),
             "eviction": self._eviction(view, uncached, rate),
-            "overflow": self._overflow(view, prompt + answer, answer),
+            "overflow": self._overflow(view, prompt + answer, answer, running, held),
         }
 
     def _eviction(self, view: View, uncached: Floats, rate: Floats) -> Floats:
@@ -108,14 +109,28 @@ class MarginalCost:
         lost: Floats = np.where(evicts, self._spec.eviction_weight * uncached / rate * fade, 0.0)
         return lost
 
-    def _overflow(self, view: View, tokens: float, answer: float) -> Floats:
+    def _overflow(self, view: View, tokens: float, answer: float, running: Floats, held: Floats) -> Floats:
         """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
-        capacity, running = view.kv_capacity, view.in_flight
+        capacity = view.kv_capacity
         most = view.ledger.profile.max_num_seqs
-        memory = (view.prompt_tokens_in_flight + 0.5 * answer * running + tokens - capacity) / capacity
+        memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
         places = (running + (1 - most)) / most
         excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
         return excess
+
+
+def _others(view: View) -> tuple[Floats, Floats]:
+    """Requests running on each endpoint and the tokens of their prompts: ours, and those we know of by scrapes only.
+
+    Of the latter nothing is known but their number; their prompts are taken to be like ours.
+    """
+    running, held = view.in_flight, view.prompt_tokens_in_flight
+    foreign = view.foreign
+    if not foreign.any():
+        return running, held
+    ours = running.sum()
+    each = held.sum() / ours if ours else float(view.request.input_tokens)
+    return running + foreign, held + each * foreign
 
 
 def _cheapest_holders(view: View, cost: Floats) -> Mask | None:

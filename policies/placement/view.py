@@ -113,6 +113,12 @@ class View:
         return self._kv_claimed
 
     @property
+    def foreign(self) -> Floats:
+        """Requests in the engines that are none of ours, by their scrapes; none where those are stale."""
+        foreign: Floats = np.where(self.stale, 0.0, self.state.foreign[self.slots])
+        return foreign
+
+    @property
     def stale(self) -> Mask:
         """Whose scraped figures are too old to go by."""
         if self._stale is None:

@@ -15,7 +15,7 @@ from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
-from policies.placement.rotation import RoundRobin
+from policies.placement.rotation import RoundRobin, WeightedRoundRobin
 from policies.types import Decision, InferenceRequest, Kind
 
 ADDRESSES = tuple(f"10.0.0.{number}:8000" for number in range(4))
@@ -77,7 +77,8 @@ class House:
 
     def reserve(self, flight: Flight, tokens: int = 100) -> None:
         """As the pipeline does."""
-        request = InferenceRequest(Kind.CHAT, "m", "m", tokens, block_hashes=[1, 2], block_tokens=[40, 40])
+        hashes = [1, 2 + tokens % 3]  # some prompts share all, some just their beginning
+        request = InferenceRequest(Kind.CHAT, "m", "m", tokens, block_hashes=hashes, block_tokens=[40, 40])
         decision = self.placement.choose(request, self.state, self.now_s, Random(1))
         assert isinstance(decision, Decision)
         reservation = self.placement.commit(decision, request, self.state, self.now_s)
@@ -94,11 +95,14 @@ class House:
         return [int(self.state.in_flight[slot]) for slot in (self.state.slot_of(a) for a in ADDRESSES)]
 
     def booked_nowhere(self) -> bool:
-        """Nothing is out."""
-        state = self.state
-        return not (
-            state.in_flight.any() or state.in_flight_prompt_tokens.any() or state.in_flight_uncached_tokens.any()
-        )
+        """Nothing is out: not by the fleet's counts, nor by the ledger's, nor pinned in the index."""
+        state, ledger = self.state, self.placement.ledger
+        counts = (
+            state.in_flight, state.in_flight_prompt_tokens, state.in_flight_uncached_tokens,
+            ledger.pending, ledger.pending_tokens, ledger.pending_work,
+        )  # fmt: skip
+        pinned = [shelf.pinned for shelf in self.placement.index._shelves.values()]
+        return not any(count.any() for count in counts) and not any(pinned)
 
 
 def completion_of(
@@ -490,6 +494,29 @@ class FlightMachine(RuleBasedStateMachine):
         assert self.house.state.remove(slot) is (address not in self.place.values())
         self.house.add(address)
 
+    @rule(address=st.sampled_from(ADDRESSES), moves=st.booleans())
+    def member_leaves_and_returns(self, address: str, moves: bool) -> None:  # noqa: FBT001 - drawn
+        """The pool loses one and gets it back, perhaps with requests on it; perhaps one moves there in between."""
+        placement, slot = self.house.placement, self.house.state.slot_of(address)
+        placement.set_members(member for member in self.house.state if member != slot)
+        running = [one for one in self.place if one not in self.settled]
+        if moves and running:
+            self.house.flights.on_attempt(Attempt(running[0], address, None))
+            self.place[running[0]] = address
+        placement.set_members(self.house.state)
+
+    @rule(address=st.sampled_from(ADDRESSES))
+    def engine_restarts(self, address: str) -> None:
+        """Its cache is empty; requests on it may go on all the same, by the gateway's word."""
+        slot = self.house.state.slot_of(address)
+        assert slot is not None
+        self.house.placement.index.forget(slot)
+
+    @rule(policy=st.sampled_from([RoundRobin, WeightedRoundRobin]), filters=st.sampled_from([(), ("context",)]))
+    def config_is_reloaded(self, policy: type[RoundRobin | WeightedRoundRobin], filters: tuple[str, ...]) -> None:
+        """Another policy from now on, over what is already out."""
+        self.house.placement.use(policy(), filters=filters)
+
     @invariant()
     def counts_are_exact(self) -> None:
         """Every endpoint carries exactly the requests that are on it now."""
@@ -501,6 +528,16 @@ class FlightMachine(RuleBasedStateMachine):
             assert state.in_flight_prompt_tokens[slot] == sum(self.tokens[one] for one in here)
             assert 0 <= state.in_flight_uncached_tokens[slot] <= state.in_flight_prompt_tokens[slot]
         assert self.house.flights.open_count == len(self.open)
+
+    @invariant()
+    def the_ledger_and_the_index_know_no_more_requests_than_there_are(self) -> None:
+        """Fewer perhaps: of who left the pool or restarted they forget."""
+        state, placement = self.house.state, self.house.placement
+        for slot in state:
+            assert 0 <= placement.ledger.pending[slot] <= state.in_flight[slot]
+            shelf = placement.index._shelves.get(slot)
+            for _, users in shelf.pinned.values() if shelf else ():
+                assert 0 < users <= state.in_flight[slot]
 
     @invariant()
     def uncached_counts_are_those_of_the_reservations(self) -> None:

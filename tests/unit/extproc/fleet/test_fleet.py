@@ -812,6 +812,7 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "max_adapters": 0.0,
         "traffic_share": 1.0,
         "has_metrics": True,
+        "foreign": 5.0,
         "indexed_tokens": {"m": 300},
         "prefill_tokens_per_s": {"m": 25_000.0},
         "backlog_tokens": {"m": 0},

@@ -60,7 +60,7 @@ def test_requests_on_a_dead_engine_start_again_elsewhere(make_trace: Any) -> Non
     assert late == [
         1.0,
         3.0,
-    ]  # the one that ran on engine 1 at 2.5 s, and the one sent there before the notice at 4.5 s
+    ]  # ran on engine 1 at 2.5 s; was sent there before the notice at 4.5 s
 
 
 def test_an_engine_that_joins_is_used_from_then_on(make_trace: Any) -> None:

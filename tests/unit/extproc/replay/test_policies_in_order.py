@@ -13,7 +13,7 @@ from extproc.replay.figures import Bounds, Spread
 from extproc.replay.matrix import Matrix
 from extproc.replay.offline import Fleet
 from extproc.replay.readers import read
-from extproc.replay.scenarios import at_load
+from extproc.replay.scenarios import at_load, disturbances, flood
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,15 @@ def test_the_default_has_the_most_good_answers(table: Table) -> None:
     default, least, robin = _figures(table, "goodput")
     assert default > least > robin
     assert _figures(table, "hit")[0] > 0.95 * table.ideal_hit
+
+
+def test_the_default_is_no_worse_than_least_request_under_any_disturbance() -> None:
+    """Slow engines, late figures, one that joins, one that dies, a flood: mean and 99th percentile of TTFT."""
+    trace, fleet = read("generated", requests=1500), Fleet(engines=4)
+    flooded = flood(trace)
+    matrix = Matrix({one.digest: one for one in (trace, flooded)}, Bounds())
+    groups = disturbances(trace, fleet, matrix.capacity_per_s)
+    for table in compare(matrix, groups, entrants(["default", "least-request"]), seeds=[11]):
+        for figure in ("ttft_mean_s", "ttft_p99_s"):
+            default, least = _figures(table, figure)
+            assert default <= least, (table.group.title, figure)

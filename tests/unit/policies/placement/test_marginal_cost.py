@@ -118,3 +118,21 @@ def test_a_burst_spreads_itself(state: FleetState, request_of: Requests) -> None
         placement.commit(decision, request, state, 0.0)
         counts[decision.order[0]] += 1
     assert max(counts.values()) == min(counts.values()) == 10
+
+
+def test_requests_of_others_count_as_those_of_ours_do(view_of: Views, state: FleetState) -> None:
+    """After our restart the engines still run what we no longer know of: 20 requests, and prompts like ours."""
+    state.scraped(1, waiting=5, running=15, kv_used=0.4, now_s=600.0)
+    state.in_flight[0], state.in_flight_prompt_tokens[0] = 1, 500
+    state.scraped(0, waiting=0, running=1, kv_used=0.0, now_s=600.0)
+    terms = _terms(view_of(now_s=600.0))
+    assert terms["stall"] == pytest.approx([0.1, 2.0, 0, 0])
+    assert terms["decode"][1] == pytest.approx(60 * (20 * 15e-6 + 20 * 500 * 4.9e-8))
+    assert MarginalCost().rank(view_of(now_s=600.0), 4).order[-1] == 1
+
+
+def test_what_others_run_is_not_believed_for_long(view_of: Views, state: FleetState) -> None:
+    """A scrape of long ago says nothing of now."""
+    state.scraped(1, waiting=5, running=15, kv_used=0.4, now_s=600.0)
+    assert _terms(view_of(now_s=600.0))["stall"][1] == pytest.approx(2.0)
+    assert _terms(view_of(now_s=700.0))["stall"] == [0.0] * 4
