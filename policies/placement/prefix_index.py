@@ -196,9 +196,17 @@ class PrefixIndex:
             del self._holders[block]
 
 
+_FEW_HOLDERS = 16
+"""Up to so many a loop over set bits is faster than unpacking them all."""
+
+
 def _credit(matched: Floats, holders: int, tokens: int) -> None:
     """Write `tokens` for every slot whose bit is set and that the caller asked about."""
     holders &= (1 << len(matched)) - 1
+    if holders.bit_count() > _FEW_HOLDERS:
+        octets = np.frombuffer(holders.to_bytes(-(-len(matched) // 8), "little"), np.uint8)
+        matched[np.unpackbits(octets, count=len(matched), bitorder="little").view(np.bool_)] = tokens
+        return
     while holders:
         lowest = holders & -holders
         matched[lowest.bit_length() - 1] = tokens

@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -23,7 +24,7 @@ from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flights
-from extproc.names import OWN_DETAILS
+from extproc.names import LB_NAMESPACE, OWN_DETAILS, SERVED_KEY, SUBSET_KEY, SUBSET_NAMESPACE
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.pipeline import Pipeline
@@ -70,7 +71,7 @@ class House:
         self.state = FleetState()
         self.metrics = Metrics()
         generation = Generation(1, parse(config))
-        fleet = Fleet(self.state, unheard, lambda: 100.0)
+        self.fleet = fleet = Fleet(self.state, unheard, lambda: 100.0)
         self.flights = Flights(
             self.state, unheard, lambda: 100.0, max_open=10, max_unsettled=10, access_log_timeout_s=10
         )
@@ -85,19 +86,28 @@ class House:
         for address in ADDRESSES:
             fleet.listed_models(address, Listing(frozenset({"served"}), 100_000))
 
-    def converse(self, headers: dict[str, str], pieces: list[bytes], mode: int | None) -> list[bytes]:
-        """All that is sent for one request, whose stream then ends."""
+    def converse(self, messages: list[ext_proc.ProcessingRequest]) -> list[list[ext_proc.ProcessingResponse]]:
+        """What is sent for each message of one exchange, whose stream then ends."""
         flight = self.flights.open()
         exchange = Exchange(flight, self.pipeline, self.metrics)
-        sent: list[bytes] = []
+        sent = []
         try:
-            for message in _messages(headers, pieces, mode):
-                sending = exchange.receive(message)
+            for message in messages:
+                sending = exchange.receive(message.SerializeToString())
                 assert isinstance(sending, list)
-                sent += sending
+                sent.append([ext_proc.ProcessingResponse.FromString(raw) for raw in sending])
             return sent
         finally:
             flight.close()
+
+    def is_empty(self) -> bool:
+        """Nothing is open, booked, pending or pinned."""
+        counts = [self.state.in_flight, self.state.in_flight_prompt_tokens]
+        pinned: list[Any] = []
+        for placement in self.fleet.placements.values():
+            counts += [placement.ledger.pending, placement.ledger.pending_tokens]
+            pinned += [shelf.pinned for shelf in placement.index._shelves.values()]
+        return not (self.flights.open_count or any(count.any() for count in counts) or any(pinned))
 
     def faults(self) -> float:
         """How often a decision failed by our own fault."""
@@ -105,21 +115,68 @@ class House:
         return self.metrics.registry.get_sample_value("pointsman_refusals_total", labels) or 0.0
 
 
-def _messages(headers: dict[str, str], pieces: list[bytes], mode: int | None) -> list[bytes]:
+@dataclass(frozen=True)
+class Manners:
+    """How a gateway sends a request and its answer. Modes None: not stated.
+
+    `subset`, `served`: what its metadata says. `trailers`: they end the request's body. `asks`: how many of its
+    messages come before the response does; None for all. `response`: pieces of the response's body, None for none.
+    """
+
+    pieces: int = 1
+    mode: int | None = None
+    response_mode: int | None = None
+    subset: Any = None
+    served: str = ""
+    trailers: bool = False
+    asks: int | None = None
+    response: list[bytes] | None = None
+
+
+def _asking(request: Request, how: Manners) -> list[ext_proc.ProcessingRequest]:
+    headers, body = request
+    pieces = _in_pieces(body, min(how.pieces, 1) if how.mode in {None, BUFFERED} else how.pieces)
+    messages = [_headers(headers, how, end_of_stream=not pieces)]
+    # Whoever says that it sends no bodies sends none, whatever the client does
+    for number, piece in enumerate(() if how.mode == NO_BODIES else pieces, 1):
+        part = ext_proc.ProcessingRequest()
+        part.request_body.body = piece
+        part.request_body.end_of_stream = number == len(pieces) and not how.trailers
+        messages.append(part)
+    return [*messages, _bare("request_trailers")] if how.trailers and pieces else messages
+
+
+def _headers(headers: dict[str, str], how: Manners, *, end_of_stream: bool) -> ext_proc.ProcessingRequest:
     first = ext_proc.ProcessingRequest()
-    first.request_headers.end_of_stream = not pieces
+    first.request_headers.end_of_stream = end_of_stream
     for name, value in headers.items():
         header = first.request_headers.headers.headers.add()
         header.key, header.raw_value = name, value.encode("utf-8", "surrogatepass")
-    if mode is not None:
-        first.protocol_config.request_body_mode = mode
+    if how.mode is not None:
+        first.protocol_config.request_body_mode = how.mode
+        first.protocol_config.response_body_mode = how.response_mode or NO_BODIES
+    if how.subset is not None:
+        first.metadata_context.filter_metadata[SUBSET_NAMESPACE].update({SUBSET_KEY: how.subset})
+    return first
+
+
+def _answering(how: Manners) -> list[ext_proc.ProcessingRequest]:
+    if how.response is None:
+        return []
+    first = _bare("response_headers")
+    first.metadata_context.filter_metadata[LB_NAMESPACE].update({SERVED_KEY: how.served})
     messages = [first]
-    # Whoever says that it sends no bodies sends none, whatever the client does
-    for number, piece in enumerate(() if mode == NO_BODIES else pieces, 1):
+    for piece in how.response:
         part = ext_proc.ProcessingRequest()
-        part.request_body.body, part.request_body.end_of_stream = piece, number == len(pieces)
+        part.response_body.body = piece
         messages.append(part)
-    return [message.SerializeToString() for message in messages]
+    return [*messages, _bare("response_trailers")]
+
+
+def _bare(phase: str) -> ext_proc.ProcessingRequest:
+    message = ext_proc.ProcessingRequest()
+    getattr(message, phase).SetInParent()
+    return message
 
 
 # -- what may come
@@ -225,6 +282,18 @@ STREAMED = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
 MODES = st.sampled_from([None, BUFFERED, STREAMED]) | st.sampled_from(
     processing_mode_pb2.ProcessingMode.BodySendMode.values()
 )
+HINTS = st.sampled_from([*ADDRESSES, "10.0.0.1", "10.9.9.9:80", "", " , "]) | st.text(max_size=9)
+MANNERS = st.builds(
+    Manners,
+    pieces=st.sampled_from([1, 3, 2, 0]),
+    mode=MODES,
+    response_mode=MODES,
+    subset=st.none() | st.none() | HINTS | st.lists(HINTS, max_size=3) | JSON,
+    served=HINTS,
+    trailers=st.booleans(),
+    asks=st.none() | st.none() | st.integers(0, 3),
+    response=st.none() | st.lists(st.binary(max_size=9), max_size=3),
+)
 
 
 def _in_pieces(body: bytes, count: int) -> list[bytes]:
@@ -240,23 +309,34 @@ def house() -> House:
 
 @pytest.mark.timeout(max(1_200, EXAMPLES // 4))  # a hang guard; coverage slows it several times
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(request=REQUESTS, pieces=st.sampled_from([1, 3, 2, 0]), mode=MODES)
-def test_whatever_comes_is_routed_or_answered_and_given_back(
-    house: House, request: Request, pieces: int, mode: int | None
-) -> None:
-    """No exception escapes, none hides in a 500; a reply is a route into the fleet or JSON; nothing stays booked."""
-    headers, body = request
-    buffered = mode in {None, BUFFERED}
-    sent = house.converse(headers, _in_pieces(body, min(pieces, 1) if buffered else pieces), mode)
-    replies = [ext_proc.ProcessingResponse.FromString(raw) for raw in sent]
+@given(request=REQUESTS, how=MANNERS)
+def test_whatever_comes_is_routed_or_answered_and_given_back(house: House, request: Request, how: Manners) -> None:
+    """No exception escapes, none hides in a 500; a reply is a route into the fleet or JSON; nothing stays booked.
+
+    A request that is complete is decided, and every part of a response goes on: nothing is met with silence.
+    """
+    asking, answering = _asking(request, how)[: how.asks], _answering(how)
+    sent = house.converse([*asking, *answering])
+    replies = [reply for some in sent for reply in some]
     for reply in replies:
         _check(reply)
     decided = [reply for reply in replies if reply.HasField("immediate_response") or _destination(reply)]
-    assert len(decided) <= 1
-    assert decided or not pieces or not replies
+    assert len(decided) == 1 or (not decided and len(asking) < len(_asking(request, how)))
+    if not any(reply.HasField("immediate_response") for reply in decided):
+        _check_response(answering, sent[len(asking) :], echoes=how.mode is not None and how.response_mode == STREAMED)
     assert house.faults() == 0
-    assert house.flights.open_count == 0
-    assert (int(house.state.in_flight.sum()), int(house.state.in_flight_prompt_tokens.sum())) == (0, 0)
+    assert house.is_empty()
+
+
+def _check_response(
+    asked: list[ext_proc.ProcessingRequest], sent: list[list[ext_proc.ProcessingResponse]], *, echoes: bool
+) -> None:
+    for message, replies in zip(asked, sent, strict=True):
+        (reply,) = replies
+        assert reply.WhichOneof("response") == message.WhichOneof("request")
+        if message.HasField("response_body"):
+            piece = reply.response_body.response.body_mutation.streamed_response
+            assert piece.body == (message.response_body.body if echoes else b"")
 
 
 def _check(reply: ext_proc.ProcessingResponse) -> None:

@@ -79,6 +79,16 @@ def test_the_age_is_that_of_the_least_recently_touched_block() -> None:
     assert index.oldest_at_s(np.array([0])) == 1.0
 
 
+def test_many_holders_are_credited_as_few_are() -> None:
+    """A system prompt that every second of 100 endpoints holds, and none asked about beyond them."""
+    index = PrefixIndex(10_000)
+    for slot in range(0, 100, 2):
+        index.insert(slot, [1, 2], [64, 64], 0.0)
+    index.insert(3, [1], [64], 0.0)
+    matched = index.match([1, 2, 3], [64, 64, 64], np.arange(90))
+    assert matched.tolist() == [64.0 if slot == 3 else 128.0 * (slot % 2 == 0) for slot in range(90)]
+
+
 _prompts = st.lists(st.integers(0, 11), min_size=1, max_size=8)
 
 
