@@ -81,7 +81,7 @@ class House:
         )  # fmt: skip
         fleet.configure(generation)
         for pool in generation.config.pools:
-            fleet.set_endpoints(pool.name, pool.endpoints.static or ())
+            fleet.set_endpoints(pool.name, ADDRESSES if pool.endpoints.static else ())
         fleet.acknowledged(fleet.assignments())
         for address in ADDRESSES:
             fleet.listed_models(address, Listing(frozenset({"served"}), 100_000))
@@ -102,7 +102,7 @@ class House:
 
     def is_empty(self) -> bool:
         """Nothing is open, booked, pending or pinned."""
-        counts = [self.state.in_flight, self.state.in_flight_prompt_tokens]
+        counts: list[Any] = [self.state.in_flight, self.state.in_flight_prompt_tokens]
         pinned: list[Any] = []
         for placement in self.fleet.placements.values():
             counts += [placement.ledger.pending, placement.ledger.pending_tokens]
@@ -152,9 +152,6 @@ def _headers(headers: dict[str, str], how: Manners, *, end_of_stream: bool) -> e
     for name, value in headers.items():
         header = first.request_headers.headers.headers.add()
         header.key, header.raw_value = name, value.encode("utf-8", "surrogatepass")
-    if how.mode is not None:
-        first.protocol_config.request_body_mode = how.mode
-        first.protocol_config.response_body_mode = how.response_mode or NO_BODIES
     if how.subset is not None:
         first.metadata_context.filter_metadata[SUBSET_NAMESPACE].update({SUBSET_KEY: how.subset})
     return first
@@ -171,6 +168,13 @@ def _answering(how: Manners) -> list[ext_proc.ProcessingRequest]:
         part.response_body.body = piece
         messages.append(part)
     return [*messages, _bare("response_trailers")]
+
+
+def _state_modes(first: ext_proc.ProcessingRequest, how: Manners) -> None:
+    """As the first message of a stream does, whatever it is."""
+    if how.mode is not None:
+        first.protocol_config.request_body_mode = how.mode
+        first.protocol_config.response_body_mode = how.response_mode or NO_BODIES
 
 
 def _bare(phase: str) -> ext_proc.ProcessingRequest:
@@ -316,6 +320,8 @@ def test_whatever_comes_is_routed_or_answered_and_given_back(house: House, reque
     A request that is complete is decided, and every part of a response goes on: nothing is met with silence.
     """
     asking, answering = _asking(request, how)[: how.asks], _answering(how)
+    for first in (*asking, *answering)[:1]:
+        _state_modes(first, how)
     sent = house.converse([*asking, *answering])
     replies = [reply for some in sent for reply in some]
     for reply in replies:
