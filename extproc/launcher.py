@@ -115,8 +115,11 @@ def write_last_good(file: Path, config: Config) -> None:
     """Put `config` in place whole or not at all, to be loaded like a file of the operator's. Raises OSError."""
     # Not the operator's text: file names in it count from its own folder, and here they are absolute already.
     # Not pydantic's JSON, which has no infinity.
+    document = config.model_dump(mode="json")
+    if not config.access.guarded:
+        del document["access"]  # a section that names nobody is a fault; where there was none there must be none
     aside = file.with_suffix(".new")
-    aside.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    aside.write_text(json.dumps(document), encoding="utf-8")
     aside.replace(file)
 
 

@@ -559,6 +559,16 @@ class Config(Model):
     observe: Observe = Observe()
     admin: Admin = Admin()
 
+    @field_validator("access")
+    @classmethod
+    def _access_names_somebody(cls, access: Access) -> Access:
+        # who writes the section means to close the door; nothing in it would leave it open without a word
+        if not access.guarded:
+            raise ValueError(
+                "names nobody who may call: give api_keys, api_keys_file, jwt or tenant_header, or leave `access` out"
+            )
+        return access
+
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         _refuse_twice("pool name", [pool.name for pool in self.pools])

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import QueueListener, RotatingFileHandler
 from queue import Full, Queue
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 import re2
@@ -226,11 +228,22 @@ class _Writer(QueueListener):
             self._handler.close()
 
 
+class _PrivateFiles(RotatingFileHandler):
+    """Files that only we may read: they hold who asked, and perhaps what. One that is there keeps its mode."""
+
+    def _open(self) -> TextIOWrapper:
+        return cast("TextIOWrapper", open(self.baseFilename, self.mode, encoding=self.encoding, opener=_open_private))
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _handler(config: schema.RequestLog, failed: Count) -> logging.Handler:
     handler: logging.Handler = (
         logging.StreamHandler(sys.stdout)
         if config.file is None
-        else RotatingFileHandler(config.file, maxBytes=config.max_bytes, backupCount=config.backups, encoding="utf-8")
+        else _PrivateFiles(config.file, maxBytes=config.max_bytes, backupCount=config.backups, encoding="utf-8")
     )
     # by default each failure would write a traceback, and with it the line, to standard error
     handler.handleError = lambda record: failed.inc()  # type: ignore[method-assign] # noqa: ARG005 - called by name

@@ -210,6 +210,21 @@ def test_a_pools_name_is_fit_for_a_label(name: str) -> None:
     assert any(line.startswith("f.yaml: pools[0].name: String should match") for line in faults(pool(name=name)))
 
 
+@pytest.mark.parametrize(
+    "access", ["{}", "{api_keys: []}", "{forward_credentials: true}", "{api_keys_file: null, api_keys: []}"]
+)
+def test_an_access_section_that_names_nobody_is_a_fault(access: str) -> None:
+    """Who writes one means to close the door; it must not stand open."""
+    [fault] = faults(f"{SMALL}access: {access}")
+    assert fault.startswith("f.yaml: access: names nobody who may call: give api_keys,")
+
+
+def test_one_source_is_enough() -> None:
+    """An empty list of keys beside a file is one."""
+    assert parse(f"{SMALL}access: {{tenant_header: x-t}}").access.guarded
+    assert parse(f"{SMALL}access: {{api_keys: [], api_keys_file: keys.yaml}}").access.guarded
+
+
 # -- addresses
 
 

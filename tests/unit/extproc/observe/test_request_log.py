@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from collections import Counter
 from pathlib import Path
@@ -62,6 +64,20 @@ class House:
         """All that was written, once all is."""
         self.log.close()
         return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+
+def test_only_we_may_read_the_files(tmp_path: Path) -> None:
+    """Whatever the umask, also those put aside and those begun anew."""
+    before = os.umask(0)
+    try:
+        house = House(tmp_path, max_bytes=300, backups=1)
+        for _ in range(3):
+            house.log.missing(house.flight(), "no access-log entry")
+        house.log.close()
+    finally:
+        os.umask(before)
+    files = list(tmp_path.iterdir())
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
 
 
 def test_a_routed_requests_line(tmp_path: Path) -> None:
