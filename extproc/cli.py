@@ -162,6 +162,10 @@ def envoy(
     from extproc.control import envoy_config
 
     loaded = _load(config)
+    try:
+        envoy_config.require_reachable(loaded)
+    except envoy_config.NotReachable as error:
+        _fail(f"{config}: {error}")
     make = envoy_config.bootstrap if output is EnvoyFormat.BOOTSTRAP else envoy_config.filters
     typer.echo(envoy_config.to_yaml(make(loaded)), nl=False)
 

@@ -60,6 +60,27 @@ def check_address(value: str) -> str:
 _LAST_PORT = 65_535
 
 
+def check_reachable(value: str) -> str:
+    """`value` if it is `name:port`, or `IP:port` of one machine. Raises ValueError saying so."""
+    if is_name(value):
+        check_address(f"127.0.0.1:{value.rpartition(':')[2]}")
+        return value
+    address = check_address(value)
+    if is_wildcard(address):
+        raise ValueError(f"{address} is an address to listen on, not one to connect to")
+    return address
+
+
+def is_name(address: str) -> bool:
+    """`address` begins with a host name, not an IP."""
+    return re.match(r"[A-Za-z0-9_.-]*[A-Za-z][A-Za-z0-9_.-]*:[^:]*$", address) is not None
+
+
+def is_wildcard(address: str) -> bool:
+    """`address` (as check_address spells it) stands for every one of the machine's own."""
+    return address.startswith(("0.0.0.0:", "[::]:"))
+
+
 def _refuse_twice(what: str, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -85,6 +106,7 @@ class Listen(Model):
 
     http: str = "127.0.0.1:8080"
     grpc: str = Field("127.0.0.1:9004", description="ext_proc, access logs and xDS, plaintext HTTP/2")
+    grpc_from_envoy: str | None = Field(None, description="where Envoy finds `grpc`: IP:port or name:port")
     grpc_tls: str | None = Field(None, description="the same over TLS, by convention on port 9002")
     health: str = Field("127.0.0.1:9003", description="gRPC health checks")
     tls: Tls | None = Field(None, description="for `grpc_tls`; a self-signed certificate is made without it")
@@ -97,6 +119,19 @@ class Listen(Model):
     @classmethod
     def _check_optional(cls, value: str | None) -> str | None:
         return None if value is None else check_address(value)
+
+    @field_validator("grpc_from_envoy")
+    @classmethod
+    def _check_reachable(cls, value: str | None) -> str | None:
+        return None if value is None else check_reachable(value)
+
+    @property
+    def envoy_dials(self) -> str:
+        """The address of `grpc` for Envoy. A wildcard is none: what stands for it is right on the same host only."""
+        if self.grpc_from_envoy is not None:
+            return self.grpc_from_envoy
+        host, _, port = self.grpc.rpartition(":")
+        return f"{'[::1]' if '[' in host else '127.0.0.1'}:{port}" if is_wildcard(self.grpc) else self.grpc
 
     @model_validator(mode="after")
     def _http3_has_a_certificate(self) -> Self:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal
 
-from extproc.config.schema import Config, Pool
+from extproc.config.schema import Config, Pool, is_name
 from extproc.control import envoy_types as envoy
 from extproc.names import DESTINATION_HEADER, LB_NAMESPACE, SERVED_KEY
 
@@ -49,20 +49,26 @@ def own_pool_clusters(config: Config, via: Via = "ads") -> list[envoy.Cluster]:
 
 def pointsman_cluster(config: Config) -> envoy.Cluster:
     """The cluster that carries ext_proc, access logs and xDS to us."""
+    address = config.listen.envoy_dials
+    # a mixed name: IPv4 first, since that is what `0.0.0.0` in `listen` hears
+    kind, family = envoy.ClusterDiscoveryType.STATIC, envoy.ClusterDnsLookupFamily.AUTO
+    if is_name(address):
+        kind, family = envoy.ClusterDiscoveryType.STRICT_DNS, envoy.ClusterDnsLookupFamily.V4_PREFERRED
     return envoy.Cluster(
         name=POINTSMAN_CLUSTER,
-        type=envoy.ClusterDiscoveryType.STATIC,
+        type=kind,
+        dns_lookup_family=family,
         # a second connection opens beyond 1024 streams; 1 s was too short for it when Python was busy
         connect_timeout=timedelta(seconds=5),
         per_connection_buffer_limit_bytes=body_window(config),
-        load_assignment=load_assignment(POINTSMAN_CLUSTER, [config.listen.grpc]),
+        load_assignment=load_assignment(POINTSMAN_CLUSTER, [address]),
         circuit_breakers=_breakers(config),
         typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_grpc_protocol(config))},
     )
 
 
 def load_assignment(cluster_name: str, addresses: Iterable[str]) -> envoy.ClusterLoadAssignment:
-    """The addresses (`IP:port`) of a cluster, in a stable order."""
+    """The addresses (`IP:port`, or `name:port` if Envoy is to look them up) of a cluster, in a stable order."""
     hosts = [envoy.LbEndpoint(endpoint=envoy.Endpoint(address=socket_address(one))) for one in sorted(addresses)]
     return envoy.ClusterLoadAssignment(
         cluster_name=cluster_name, endpoints=[envoy.LocalityLbEndpoints(lb_endpoints=hosts)]
@@ -70,7 +76,7 @@ def load_assignment(cluster_name: str, addresses: Iterable[str]) -> envoy.Cluste
 
 
 def socket_address(address: str) -> envoy.Address:
-    """`IP:port`, IPv6 in brackets, as Envoy spells it."""
+    """`IP:port`, IPv6 in brackets, or `name:port`, as Envoy spells it."""
     host, _, port = address.rpartition(":")
     return envoy.Address(socket_address=envoy.SocketAddress(address=host.strip("[]"), port_value=int(port)))
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import betterproto2
 import yaml
 
-from extproc.config.schema import Config
+from extproc.config.schema import Config, is_wildcard
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log
 from extproc.control.authentication import key_set_clusters
@@ -29,10 +29,34 @@ from extproc.control.listener import header_stripping, http_filters, http_settin
 from extproc.control.local_replies import local_replies
 from extproc.control.routes import virtual_host
 
-__all__ = ["Sections", "bootstrap", "filters", "load_assignment", "own_pool_clusters", "pool_cluster", "to_yaml"]
+__all__ = [
+    "NotReachable",
+    "Sections",
+    "bootstrap",
+    "filters",
+    "load_assignment",
+    "own_pool_clusters",
+    "pool_cluster",
+    "require_reachable",
+    "to_yaml",
+]
 
 Sections: TypeAlias = Mapping[str, betterproto2.Message | Sequence[betterproto2.Message]]
 """Parts of an Envoy configuration by the name of the field they belong in."""
+
+
+class NotReachable(Exception):
+    """The configuration does not say where an Envoy finds us."""
+
+
+def require_reachable(config: Config) -> None:
+    """Raise NotReachable if only an Envoy on our own host would find us by this configuration."""
+    listen = config.listen
+    if listen.grpc_from_envoy is None and is_wildcard(listen.grpc):
+        raise NotReachable(
+            f"listen.grpc is {listen.grpc}, which for an Envoy is itself: say in listen.grpc_from_envoy where it finds"
+            " us, for example pointsman.llm.svc:9004"
+        )
 
 
 def bootstrap(

@@ -69,6 +69,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "access": {"jwt": {"issuer": "i", "audiences": [], "jwks_uri": "http://127.0.0.1:8000/keys"}},
     },
     "tiny limits": {"pools": [POOL], "limits": {"request_body_bytes": 1, "envoy_connections": 1}},
+    "found by name": {
+        "pools": [POOL],
+        "listen": {"grpc": "0.0.0.0:9004", "grpc_from_envoy": "pointsman.llm.svc:9004"},
+    },
     "huge limits": {"pools": [POOL], "limits": {"request_body_bytes": 2**31 - 1, "envoy_connections": 2**31 - 1}},
 }
 
@@ -240,6 +244,25 @@ def test_landmines_of_the_clusters() -> None:
     assert "outlier_detection" not in pool
     assert "health_checks" not in pool
     assert "pointsman-never" in str(pool["load_balancing_policy"])
+
+
+@pytest.mark.parametrize(
+    ("listen", "kind", "address"),
+    [
+        ({"grpc": "0.0.0.0:9004"}, "STATIC", "127.0.0.1"),
+        ({"grpc": "0.0.0.0:9004", "grpc_from_envoy": "10.0.0.9:9004"}, "STATIC", "10.0.0.9"),
+        ({"grpc": "0.0.0.0:9004", "grpc_from_envoy": "pointsman.llm.svc:9004"}, "STRICT_DNS", "pointsman.llm.svc"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_envoy_is_told_where_we_are(listen: dict[str, str], kind: str, address: str, *, whole: bool) -> None:
+    """Both outputs name the address that was said, looked up if it is a name; never a wildcard."""
+    config = Config.model_validate({"pools": [POOL], "listen": listen})
+    document = plain(bootstrap(config))["static_resources"] if whole else plain(filters(config))
+    cluster = next(one for one in document["clusters"] if one["name"] == "pointsman_grpc")
+    [host] = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert cluster["type"] == kind
+    assert host["endpoint"]["address"]["socket_address"] == {"address": address, "port_value": 9004}
 
 
 def test_foreign_clusters_are_left_alone() -> None:
