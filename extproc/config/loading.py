@@ -40,12 +40,13 @@ def parse(text: str, *, source: str = "config") -> Config:
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
+        raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error))) from error
     _check_policies(config, source)
     return config
 
 
-def _explain(error: ValidationError) -> list[str]:
+def explain(error: ValidationError) -> list[str]:
+    """One line per fault: where it is and what to do about it."""
     faults = error.errors()
     return [f"{_path(fault['loc'])}: {_sentence(fault)}" for fault in faults if not _follows(fault, faults)]
 

@@ -20,6 +20,7 @@ from policies.placement.filters import FILTERS
 from policies.placement.policy import Policy as BuiltPolicy
 from policies.placement.policy import PolicySpec
 from policies.placement.profiles import HARDWARE, Profile
+from policies.placement.weighted import WeightedSpec
 
 _T = TypeVar("_T")
 
@@ -45,11 +46,17 @@ def profile_of(pool: Pool) -> Profile:
 
 def build_policy(pool: Pool) -> BuiltPolicy:
     """The pool's policy object. Raises ValueError for an unknown preset or part."""
-    spec = policy_of(pool)
+    return build(policy_of(pool), _shown_name(pool))
+
+
+def build(spec: PolicySpec, name: str) -> BuiltPolicy:
+    """The policy object under the name that is shown. Raises ValueError for an unknown part, or none that ranks."""
     for unknown in set(spec.filters) - set(FILTERS):
         raise ValueError(f"unknown filter {unknown!r}; there are: {', '.join(sorted(FILTERS))}")
+    if isinstance(spec, WeightedSpec) and not any(scorer.weight for scorer in spec.scorers):
+        raise ValueError("nothing ranks the endpoints; name scorers, or use least-request")
     try:
-        return spec.build(_shown_name(pool))
+        return spec.build(name)
     except ValueError:
         raise
     except Exception as error:  # a third party's, which must not end a reload

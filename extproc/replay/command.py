@@ -94,12 +94,13 @@ def _run(options: Options) -> None:
     from extproc.replay.offline import Stuck
     from extproc.replay.run import Unusable, run
     from extproc.replay.screen import make_console
+    from policies.placement.policy import BadScore
 
     console = make_console()
     console.print(options.command, markup=False, soft_wrap=True)
     try:
         run(options, console)
-    except (BadTrace, DidNotComeUp, Failed, NoEnvoy, NoSuchPolicy, Stuck, Unusable, OSError) as error:
+    except (BadScore, BadTrace, DidNotComeUp, Failed, NoEnvoy, NoSuchPolicy, Stuck, Unusable, OSError) as error:
         _fail(str(error))
 
 

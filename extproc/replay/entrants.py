@@ -6,15 +6,19 @@ Written `NAME[@INDEX]`: without INDEX the policy's own size of prefix index; `en
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from extproc.config.loading import explain
 from extproc.config.policy_kinds import CustomPolicy, Policy
-from extproc.config.pool_policies import presets
+from extproc.config.pool_policies import build, presets
 from extproc.config.third_party import spec_of
 from extproc.config.yaml_text import BadYaml, parse_yaml
 from policies.placement.policy import PolicySpec
@@ -33,8 +37,32 @@ class Entrant:
     exact: bool = False
 
     def described(self) -> dict[str, Any]:
-        """Everything that decides how it places, as plain data."""
-        return {"kind": type(self.spec).__name__, **asdict(self.spec), "exact": self.exact}
+        """Everything that decides how it places, as plain data; our own code is `code_version`'s business."""
+        described = {"kind": type(self.spec).__name__, **asdict(self.spec), "exact": self.exact}
+        foreign = _foreign_code(type(self.spec))
+        return {**described, "source": foreign} if foreign else described
+
+
+def _foreign_code(spec: type[PolicySpec]) -> str:
+    """A hash of what other packages the policy's class comes from; empty if from none.
+
+    Whole packages, since a policy may call whatever else its package brings.
+    """
+    packages = {base.__module__.partition(".")[0] for base in spec.__mro__} - {"policies", *sys.stdlib_module_names}
+    files = [file for package in sorted(packages) for file in _files_of(sys.modules.get(package))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest() if files else ""
+
+
+def _files_of(package: ModuleType | None) -> list[Path]:
+    folders = getattr(package, "__path__", None)
+    if folders is not None:
+        return sorted(file for folder in folders for file in Path(folder).rglob("*.py"))
+    file = getattr(package, "__file__", None)
+    return [Path(file)] if file else []
 
 
 def entrants(names: Iterable[str], *, right_sized: bool = False) -> list[Entrant]:
@@ -83,13 +111,23 @@ def _preset(name: str) -> PolicySpec:
 
 
 def _from_file(path: Path) -> PolicySpec:
-    """A file that is a policy, or has one under `policy`."""
+    """A file that is a policy, or has one under `policy`. Built once, so that what is wrong is said before any run."""
     try:
         document = parse_yaml(path.read_text(encoding="utf-8"))
-        section = document.get("policy", document) if isinstance(document, dict) else document
-        if isinstance(section, str):
-            return _preset(section)
-        found: PolicySpec | CustomPolicy = TypeAdapter[Any](Policy).validate_python(section)
-        return spec_of(found) if isinstance(found, CustomPolicy) else found
+        spec = _from_document(document)
+        build(spec, path.stem)
+    except ValidationError as error:
+        raise NoSuchPolicy(f"{path}: {'; '.join(explain(error))}") from error
     except (OSError, BadYaml, ValueError) as error:
-        raise NoSuchPolicy(f"{path}: {error}") from error
+        raise NoSuchPolicy(f"{path}: {' '.join(str(error).split())}") from error
+    return spec
+
+
+def _from_document(document: Any) -> PolicySpec:  # noqa: ANN401 - YAML can hold anything
+    if isinstance(document, dict) and "pools" in document:
+        raise ValueError("a whole config; put the `policy` of one pool into a file of its own")
+    section = document.get("policy", document) if isinstance(document, dict) else document
+    if isinstance(section, str):
+        return _preset(section)
+    found: PolicySpec | CustomPolicy = TypeAdapter[Any](Policy).validate_python(section)
+    return spec_of(found) if isinstance(found, CustomPolicy) else found

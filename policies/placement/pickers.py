@@ -43,10 +43,10 @@ def power_of_two(scores: Floats, length: int, rng: Random, margin: float = 0.0) 
 
 
 def _best(scores: Floats, rng: Random, margin: float) -> int:
-    best = int(scores.argmax())
+    best = int(scores.argmax())  # of a NaN, if there is one, so that it is picked and refused
     tied = scores >= scores[best] - (margin + _TIE)
     count = int(np.count_nonzero(tied))
-    return best if count == 1 else int(np.flatnonzero(tied)[rng.randrange(count)])
+    return best if count <= 1 else int(np.flatnonzero(tied)[rng.randrange(count)])
 
 
 PICKERS: dict[str, Picker] = {"max_score": max_score, "power_of_two": power_of_two}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from random import Random
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS, Filter, exceeds_context
 from policies.placement.ledger import Ledger
-from policies.placement.policy import Policy
+from policies.placement.policy import BadScore, Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
 from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation
@@ -75,7 +76,7 @@ class Placement:
     def choose(
         self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random, *, length: int = 3
     ) -> Decision | Unplaceable:
-        """Up to `length` endpoints, best first. Reads only."""
+        """Up to `length` endpoints, best first. Reads only. Raises BadScore where the policy's scores are none."""
         members = self.members
         matched = self.index.match(request.block_hashes, request.block_tokens, members)
         view, filtered = self._filter(View(request, state, members, matched, now_s, rng, self.index, self.ledger))
@@ -84,6 +85,9 @@ class Placement:
         ranking = self.policy.rank(view, length)
         first = int(view.slots.searchsorted(ranking.order[0]))
         addresses = state.addresses
+        if not isfinite(ranking.scores[first]):
+            told = f"{addresses[ranking.order[0]]} with a score of {ranking.scores[first]}"
+            raise BadScore(f"policy {self.policy.name!r} ranks {told}; scores must be finite")
         return Decision(
             pool=self.pool,
             policy=self.policy.name,

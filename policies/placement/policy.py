@@ -35,6 +35,10 @@ class PolicySpec:
         raise NotImplementedError
 
 
+class BadScore(Exception):
+    """A policy picked by a score that is none."""
+
+
 class Policy(Protocol):
     """What every policy offers. `name` appears in metrics and decisions."""
 

@@ -28,7 +28,11 @@ def test_right_sized_twins_are_made_where_there_is_a_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["policy: {kind: weighted, picker: power_of_two}\n", "kind: weighted\npicker: power_of_two\n"]
+    "text",
+    [
+        "policy: {kind: weighted, picker: power_of_two, scorers: [{name: cost}]}\n",
+        "kind: weighted\npicker: power_of_two\nscorers: [{name: cost}]\n",
+    ],
 )
 def test_a_file_may_be_a_policy_or_have_one(text: str, tmp_path: Path) -> None:
     """Named by the file."""
@@ -62,9 +66,23 @@ def test_unknown_entrants_are_refused(name: str, says: str) -> None:
         entrants([name])
 
 
-def test_a_file_that_is_no_policy_is_refused(tmp_path: Path) -> None:
-    """Naming it."""
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kind: nothing", "top level: kind must be one of .* not 'nothing'"),
+        ("scorers: [{name: nothing}]", "unknown scorer 'nothing'; there are: "),
+        ("scorers: [{nme: cost}]", r"scorers\[0\].name: required, but not given; scorers\[0\].nme: unknown key"),
+        ("filters: [nothing]", "unknown filter 'nothing'; there are: "),
+        ("picker: max_score", "nothing ranks the endpoints; name scorers, or use least-request"),
+        ("scorers: [{name: cost, weight: 0}]", "nothing ranks the endpoints"),
+        ("pools: [{name: a, policy: default}]", "a whole config; put the `policy` of one pool"),
+        ("kind: [", "while parsing"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    """In one line that names it, before anything runs."""
     path = tmp_path / "mine.yaml"
-    path.write_text("kind: nothing\n", encoding="utf-8")
-    with pytest.raises(NoSuchPolicy, match=r"mine\.yaml"):
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(NoSuchPolicy, match=rf"^.*mine\.yaml: {says}") as told:
         entrants([str(path)])
+    assert len(str(told.value).splitlines()) == 1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from extproc.replay import matrix as matrix_module
-from extproc.replay.entrants import entrants
+from extproc.replay.entrants import Entrant, entrants
 from extproc.replay.figures import Bounds
 from extproc.replay.formats import conversations
 from extproc.replay.matrix import Cell, Matrix
@@ -60,6 +62,35 @@ def test_whatever_decides_an_outcome_makes_another_cell(
     monkeypatch.setattr(matrix_module, "code_version", lambda: "new")
     files.add(matrix._file(cell))
     assert len(files) == len(cells) + 2
+
+
+def test_another_packages_code_makes_another_cell(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its package: figures of code that has changed since would be stale."""
+    package = tmp_path / "somebodys_policies"
+    package.mkdir()
+    (package / "__init__.py").write_text(_SOMEBODYS, encoding="utf-8")
+    (package / "part.py").write_text("WEIGHT = 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def file() -> Path | None:
+        monkeypatch.delitem(sys.modules, package.name, raising=False)
+        spec = importlib.import_module(package.name).Spec()
+        return Matrix({}, Bounds(), folder=tmp_path)._file(replace(cell, entrant=Entrant("theirs", spec)))
+
+    before = file()
+    assert file() == before
+    (package / "part.py").write_text("WEIGHT = 2\n", encoding="utf-8")
+    assert file() != before
+
+
+_SOMEBODYS = """
+from dataclasses import dataclass
+from policies.placement.policy import PolicySpec
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec(PolicySpec):
+    pass
+"""
 
 
 def test_what_was_interrupted_is_not_taken_for_a_result(trace: Trace, cell: Cell, tmp_path: Path) -> None:

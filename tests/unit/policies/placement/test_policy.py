@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.placement import Placement, Unplaceable
+from policies.placement.policy import BadScore, FormulaSpec, Scored
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.rotation import ConsistentHash, RoundRobin, WeightedRoundRobin
+from policies.placement.view import View
 from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec, bounded_weights
 from policies.types import Choice, Decision, InferenceRequest
 
@@ -55,6 +58,20 @@ def test_unknown_scorers_are_refused_with_the_known_ones() -> None:
     """The message lists what there is."""
     with pytest.raises(ValueError, match="least_request"):
         Weighted(_weighing(no_such=1))
+
+
+@pytest.mark.parametrize("scores", [[1.0, float("nan"), 0.0, 0.0], [float("nan")] * 4, [1.0, float("inf"), 0.0, 0.0]])
+def test_a_score_that_is_no_number_is_refused_by_name(
+    scores: list[float], state: FleetState, request_of: Requests
+) -> None:
+    """Before anything is taken; another package's formula may divide by nothing."""
+
+    class Broken(FormulaSpec):
+        def scored(self, view: View) -> Scored:  # noqa: ARG002 - as it is
+            return np.array(scores), {}
+
+    with pytest.raises(BadScore, match=r"policy 'broken' ranks 10\.0\.0\.\d:80 with a score of (nan|inf); "):
+        _placement(Broken().build("broken")).choose(request_of(), state, 0.0, Random(1))
 
 
 def test_the_second_turn_follows_the_first(state: FleetState, request_of: Requests) -> None:
