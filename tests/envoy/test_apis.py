@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,8 @@ import httpx
 import openai
 import pytest
 from harness import HANG_GUARD_S, Engine, System, eventually, pool_of
+
+from extproc.request.apis import BY_PATH, ModelIn
 
 LONG = "the same words again and again " * 100
 
@@ -80,42 +81,67 @@ def body_of(request: dict[str, Any]) -> bytes:
 
 # -- every API with a JSON body
 
-BODIES: dict[str, tuple[str, str, bytes]] = {
-    "embeddings": ("/v1/embeddings", "other", b'{"model":"bge", "input" : ["%s"]}'),
-    "rerank": ("/v1/rerank", "other", b'{"documents":["a","b"],"query":"%s","model":"bge"}'),
-    "rerank, version 2": ("/v2/rerank", "other", b'{"model":"bge","query":"%s","documents":["c"]}'),
-    "score": ("/score", "other", b'{"text_1":"score %s","text_2":["a"], "model":"bge"}'),
-    "responses": ("/v1/responses", "chat", b'{"model":"sim", "store":false,"input":"%s", "max_output_tokens":2}'),
-    "messages": (
-        "/v1/messages",
-        "chat",
-        b'{"model":"sim","max_tokens":2,"system":"%s","messages":[{"role":"user","content":"hi"}]}',
-    ),
+_INPUT = b'{"model":"bge", "input" : ["%s"]}'
+_CHATS = b'{"model":"sim","messages":[{"role":"user","content":"%s"}] ,"max_tokens":2}'
+_RANK = b'{"documents":["a","b"],"query":"%s","model":"bge"}'
+_SCORE = b'{"text_1":"%s","text_2":["a"], "model":"bge"}'
+_MESSAGE = b'{"model":"sim","max_tokens":2,"system":"%s","messages":[{"role":"user","content":"hi"}]}'
+WITH_PROMPTS: dict[str, tuple[str, bytes]] = {
+    "/v1/chat/completions": ("chat", _CHATS),
+    "/v1/chat/completions/batch": ("chat", b'{"messages":[[{"role":"user","content":"%s"}]],"model" : "sim"}'),
+    "/v1/completions": ("chat", b'{"prompt":"%s", "model":"sim","max_tokens":2}'),
+    "/v1/responses": ("chat", b'{"model":"sim", "store":false,"input":"%s", "max_output_tokens":2}'),
+    "/v1/messages": ("chat", _MESSAGE),
+    "/v1/embeddings": ("other", _INPUT),
+    **dict.fromkeys(("/pooling", "/v1/pooling", "/classify", "/v1/classify"), ("other", _INPUT)),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), ("other", _RANK)),
+    **dict.fromkeys(("/score", "/v1/score"), ("other", _SCORE)),
+}
+"""Path -> pool, and a body for a text."""
+WITHOUT_PROMPTS: dict[str, tuple[str, bytes]] = {
+    "/v1/messages/count_tokens": ("chat", _MESSAGE),
+    "/tokenize": ("chat", b'{"prompt": "%s","model":"sim"}'),
+    "/detokenize": ("chat", b'{"tokens":[1],"model":"sim", "x":"%s"}'),
 }
 
 
-@pytest.mark.parametrize("case", BODIES)
-def test_an_api_goes_to_its_models_pool_untouched_and_meets_its_prefix_again(house: House, case: str) -> None:
-    """Both times the same engine of the right pool, which got the client's very bytes."""
-    path, pool, body = BODIES[case]
-    body %= LONG.encode()
-    before = house.matched_tokens(pool)
-    first = house.post(path, body, **{"content-type": "application/json"})
-    assert first.status_code == 200, first.text
-    engine, request = house.served(first.headers)
+def _post_to_its_pool(house: House, path: str, pool: str, body: bytes) -> Engine:
+    """Post it; the engine of that pool that got these very bytes."""
+    answer = house.post(path, body, **{"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    engine, request = house.served(answer.headers)
     assert engine in (house.chat if pool == "chat" else house.other)
     assert (request["path"], body_of(request)) == (path, body)
-    second = house.post(path, body, **{"content-type": "application/json"})
-    assert house.served(second.headers)[0] is engine
+    return engine
+
+
+@pytest.mark.parametrize("path", WITH_PROMPTS)
+def test_an_api_goes_to_its_models_pool_untouched_and_meets_its_prefix_again(house: House, path: str) -> None:
+    """Both times the same engine of the right pool; the first time nothing is known of its text, the second most."""
+    pool, body = WITH_PROMPTS[path]
+    body %= f"{path} {LONG}".encode()
+    before = house.matched_tokens(pool)
+    engine = _post_to_its_pool(house, path, pool, body)
+    assert house.matched_tokens(pool) == before
+    assert _post_to_its_pool(house, path, pool, body) is engine
     assert house.matched_tokens(pool) >= before + 500
 
 
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
-def test_tokens_are_asked_of_the_models_pool(house: House, path: str, body: dict[str, Any]) -> None:
-    """Without a prefix: there is nothing to cache."""
-    answer = house.post(path, json.dumps({"model": "sim", **body}).encode())
-    assert answer.status_code == 200
-    assert house.served(answer.headers)[0] in house.chat
+@pytest.mark.parametrize("path", WITHOUT_PROMPTS)
+def test_an_api_without_a_prompt_goes_to_its_models_pool_untouched(house: House, path: str) -> None:
+    """Each time without a prefix: there is nothing to cache."""
+    pool, body = WITHOUT_PROMPTS[path]
+    before = house.matched_tokens(pool)
+    for _ in range(2):
+        _post_to_its_pool(house, path, pool, body % LONG.encode())
+    assert house.matched_tokens(pool) == before
+
+
+def test_every_api_with_a_json_body_is_in_the_tables() -> None:
+    """And every one that has a prompt in the table of those that have one."""
+    apis = {path: api for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON}
+    assert set(WITH_PROMPTS) == {path for path, api in apis.items() if api.prompt}
+    assert set(WITHOUT_PROMPTS) == {path for path, api in apis.items() if not api.prompt}
 
 
 def test_the_sdks_embeddings_by_alias(client: openai.OpenAI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 import socket
 import zlib
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import HANG_GUARD_S, Engine, System, eventually, pool_of
+from harness import HANG_GUARD_S, Engine, System, chat, eventually, pool_of
 
 CHAT = "/v1/chat/completions"
 MOST_BYTES = 500_000
@@ -55,10 +56,14 @@ def _error(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 def _got(engine: Engine, answer: httpx.Response) -> tuple[bytes, dict[str, str]]:
     """Body and headers that the engine got for the request with this answer."""
+    (found,) = _of(engine, answer)
+    return base64.b64decode(found["body_base64"]), found["headers"]
+
+
+def _of(engine: Engine, answer: httpx.Response) -> list[dict[str, Any]]:
+    """What the engine remembers of the request with this answer."""
     request_id = answer.headers["x-pointsman-request-id"]
-    found = [r for r in engine.requests() if r["headers"].get("x-pointsman-request-id") == request_id]
-    assert len(found) == 1
-    return base64.b64decode(found[0]["body_base64"]), found[0]["headers"]
+    return [r for r in engine.requests() if r["headers"].get("x-pointsman-request-id") == request_id]
 
 
 # -- what is refused
@@ -188,6 +193,22 @@ def test_a_compressed_body_with_an_alias_goes_on_plain(system: System, engine: E
     assert body == GOOD
     assert "content-encoding" not in headers
     assert int(headers["content-length"]) == len(GOOD)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_engine_compressed_comes_as_it_is(system: System, engine: Engine, *, stream: bool) -> None:
+    """What the client accepts is passed on, header and bytes come back; the usage in it is not seen, nor made up."""
+    body = json.dumps(chat(stream=stream, stream_options={"include_usage": True} if stream else None)).encode()
+    headers = {"accept-encoding": "br;q=0.1, gzip", "x-sim-fault": '{"gzip": true}'}
+    with httpx.stream("POST", system.url + CHAT, content=body, headers=headers, timeout=HANG_GUARD_S) as answer:
+        sent = b"".join(answer.iter_raw())
+    assert (answer.status_code, answer.headers["content-encoding"]) == (200, "gzip")
+    (got,) = _of(engine, answer)
+    assert got["headers"]["accept-encoding"] == headers["accept-encoding"]
+    assert (got["sent_bytes"], got["sent_sha256"]) == (len(sent), hashlib.sha256(sent).hexdigest())
+    assert gzip.decompress(sent).endswith(b"data: [DONE]\n\n" if stream else b"}")
+    assert b'"completion_tokens":4' in gzip.decompress(sent)
+    assert system.decision(answer.headers["x-pointsman-request-id"])["outcome"]["usage"] is None
 
 
 # -- HTTP itself

@@ -20,7 +20,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `delay_headers_s`: real seconds before anything is done. `freeze`: accept and never answer; the server's own
     stops its steps and all its endpoints but `/sim`, until cleared. `reset_before_headers`: a TCP reset once the
     request was read. `status`: answer this at once. `cut_after_tokens`: close mid-answer (a whole answer: before
-    it). `hold`: generate so many tokens, then keep the answer open until `POST /sim/release`.
+    it). `hold`: generate so many tokens, then keep the answer open until `POST /sim/release`. `gzip`: compress the
+    answer, a stream event by event, for who accepts that (vLLM never does; what runs in front of it may).
     Only for the server: `refuse_s`: close its socket and its idle connections for so long, once;
     `metrics_status`: what `/metrics` answers.
     """
@@ -31,6 +32,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cut_after_tokens: _Count | None = None
     freeze: bool = False
     hold: _Count | None = None
+    gzip: bool = False
     refuse_s: _Seconds = 0.0
     metrics_status: _Status | None = None
 

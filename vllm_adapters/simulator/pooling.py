@@ -63,13 +63,45 @@ class _Detokenize(msgspec.Struct):
 
 
 def _embeddings(reader: Reader, posted: Posted) -> dict[str, Any]:
-    asked = reader.decode(posted.body, _Embed)
-    texts = _texts(asked.messages if asked.input is None else asked.input, "input")
+    asked, texts = _inputs(reader, posted)
     data = [
         {"index": index, "object": "embedding", "embedding": _embedding(text, asked.encoding_format)}
         for index, text in enumerate(texts)
     ]
     return _list(f"embd-{posted.request_id}", reader.model(asked.model), data, texts)
+
+
+def _pooling(reader: Reader, posted: Posted) -> dict[str, Any]:
+    asked, texts = _inputs(reader, posted)
+    data = [{"index": index, "object": "pooling", "data": _embedding(text, None)} for index, text in enumerate(texts)]
+    return _list(f"pool-{posted.request_id}", reader.model(asked.model), data, texts)
+
+
+def _classes(reader: Reader, posted: Posted) -> dict[str, Any]:
+    asked, texts = _inputs(reader, posted)
+    shares = [_score("", text) for text in texts]
+    data = [
+        {"index": index, "label": f"LABEL_{int(share > 0.5)}", "probs": [1 - share, share], "num_classes": 2}
+        for index, share in enumerate(shares)
+    ]
+    return _list(f"classify-{posted.request_id}", reader.model(asked.model), data, texts)
+
+
+def _batch(reader: Reader, posted: Posted) -> dict[str, Any]:
+    """Chats answered together, without taking places in the engine: a choice per conversation."""
+    asked, texts = _inputs(reader, posted)
+    choices = [
+        {"index": index, "message": {"role": "assistant", "content": f"{_score('', text)}"}, "finish_reason": "stop"}
+        for index, text in enumerate(texts)
+    ]
+    name, model = f"chatcmpl-{posted.request_id}", reader.model(asked.model)
+    return {"id": name, "object": "chat.completion", "model": model, "choices": choices, "usage": _usage(texts)}
+
+
+def _message_tokens(reader: Reader, posted: Posted) -> dict[str, Any]:
+    asked, texts = _inputs(reader, posted)
+    reader.model(asked.model)
+    return {"input_tokens": _usage(texts)["prompt_tokens"]}
 
 
 def _scores(reader: Reader, posted: Posted) -> dict[str, Any]:
@@ -87,6 +119,11 @@ def _rerank(reader: Reader, posted: Posted) -> dict[str, Any]:
     results.sort(key=lambda result: -result["relevance_score"])
     usage = _usage([query, *documents])
     return {"id": f"score-{posted.request_id}", "model": reader.model(asked.model), "usage": usage, "results": results}
+
+
+def _inputs(reader: Reader, posted: Posted) -> tuple[_Embed, list[str]]:
+    asked = reader.decode(posted.body, _Embed)
+    return asked, _texts(asked.messages if asked.input is None else asked.input, "input")
 
 
 def _pairs(reader: Reader, posted: Posted) -> tuple[_Rank, str, list[str]]:
@@ -132,6 +169,12 @@ def _content(part: MimeMessage) -> bytes:
 
 ANSWERERS: dict[str, Answerer] = {
     "/v1/embeddings": _embeddings,
+    "/pooling": _pooling,
+    "/v1/pooling": _pooling,
+    "/classify": _classes,
+    "/v1/classify": _classes,
+    "/v1/chat/completions/batch": _batch,
+    "/v1/messages/count_tokens": _message_tokens,
     "/score": _scores,
     "/v1/score": _scores,
     "/rerank": _rerank,

@@ -315,7 +315,8 @@ class SimulatedServer:
                 return await self._speak(exchange, self._dialects[request.path](body, request_id))
             return exchange.whole(200, msgspec.json.encode(self._at_once(request, body, request_id)))
         except ApiError as error:
-            return exchange.whole(error.status, anthropic_error(error) if request.path == _MESSAGES else error.body)
+            anthropic = request.path.startswith(_MESSAGES)
+            return exchange.whole(error.status, anthropic_error(error) if anthropic else error.body)
 
     def _at_once(self, request: web.Request, body: bytes, request_id: str) -> dict[str, Any]:
         """An answer that no token has to be generated for."""
@@ -336,10 +337,8 @@ class SimulatedServer:
         answer = dialect.whole(Spoken(ask.model, text, _usage(ticket), reason))
         if not dialect.stream:
             return exchange.whole(200, msgspec.json.encode(answer))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(exchange.request)
-        await exchange.write(response, stream_of(dialect, answer))
-        await response.write_eof()
+        response = await exchange.begin()
+        await exchange.write(response, stream_of(dialect, answer), last=True)
         return response
 
     async def _realtime(self, request: web.Request) -> web.WebSocketResponse:
@@ -417,15 +416,13 @@ class SimulatedServer:
         return exchange.whole(200, answer.whole(ticket.produced, reason, _usage(ticket)))
 
     async def _stream(self, exchange: Exchange, answer: Answer, ticket: Ticket) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(exchange.request)
+        response = await exchange.begin()
         last = await self._write_tokens(exchange, response, answer, ticket)
         await self._hold(exchange)
         ending = last(self._count_end(answer, ticket))
         if answer.ask.include_usage:
             ending += answer.usage(_usage(ticket))
-        await exchange.write(response, ending + DONE)
-        await response.write_eof()
+        await exchange.write(response, ending + DONE, last=True)
         return response
 
     async def _write_tokens(

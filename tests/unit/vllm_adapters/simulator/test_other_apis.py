@@ -119,6 +119,32 @@ async def test_a_response_is_kept_under_the_id_it_was_asked_under(client: aiohtt
     assert "rid" not in more["id"]
 
 
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_pooling_and_classes_are_by_input(client: aiohttp.ClientSession, prefix: str) -> None:
+    """One entry each, the same whenever asked."""
+    body: dict[str, Any] = {"model": "tiny", "input": ["a", "b"]}
+    pooled, classes = [await post(client, prefix + path, **body) for path in ("/pooling", "/classify")]
+    assert [entry["object"] for entry in pooled["data"]] == ["pooling"] * 2
+    assert [sum(entry["probs"]) for entry in classes["data"]] == [1, 1]
+    assert (await post(client, f"{prefix}/classify", **body))["data"] == classes["data"]
+    await post(client, f"{prefix}/pooling", 400, model="tiny")
+
+
+async def test_chats_together_have_a_choice_each(client: aiohttp.ClientSession) -> None:
+    """In the order asked."""
+    chats = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    answer = await post(client, "/v1/chat/completions/batch", model="tiny", messages=chats)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+
+
+async def test_the_tokens_of_a_message_are_counted(client: aiohttp.ClientSession) -> None:
+    """In Anthropic's form, errors too."""
+    messages = [{"role": "user", "content": "hi" * 400}]
+    answer = await post(client, "/v1/messages/count_tokens", model="tiny", messages=messages)
+    assert answer["input_tokens"] > 100
+    assert (await post(client, "/v1/messages/count_tokens", 404, model="no", messages=messages))["type"] == "error"
+
+
 async def test_a_response_that_was_not_kept_is_404(client: aiohttp.ClientSession) -> None:
     """Never given here, or given with `store: false`."""
     await post(client, "/v1/responses", model="tiny", input="hi", request_id="resp_mine", store=False)

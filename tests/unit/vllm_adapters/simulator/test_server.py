@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -337,6 +338,28 @@ async def test_an_answer_cut_short(server: SimulatedServer, client: aiohttp.Clie
 async def _read_into(received: list[bytes], response: aiohttp.ClientResponse) -> None:
     while chunk := await response.content.readany():
         received.append(chunk)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_in_gzip(client: aiohttp.ClientSession, *, stream: bool) -> None:
+    """For who accepts it: smaller on the wire, the same to read; for others plain."""
+    packed = fault(gzip=True) | {"X-Request-Id": "rid"}
+    texts = []
+    for accepted, encoding in (("gzip, br", "gzip"), ("br", None)):
+        headers = packed | {"Accept-Encoding": accepted}
+        async with client.post(CHAT, json=chat(stream=stream), headers=headers) as response:
+            assert response.headers.get("Content-Encoding") == encoding
+            texts.append(re.sub('"created":[0-9]+', "", await response.text()))
+    assert texts[0] == texts[1]
+
+
+async def test_a_stream_in_gzip_comes_event_by_event(server: SimulatedServer, client: aiohttp.ClientSession) -> None:
+    """Not only once the compressor has enough."""
+    headers = fault(gzip=True, hold=2)
+    async with client.post(CHAT, json=chat(stream=True), headers=headers) as response:
+        assert await response.content.readuntil(b"\n\n")
+        server.release()
+        assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_held_answer_stays_open_until_released(server: SimulatedServer, client: aiohttp.ClientSession) -> None:
