@@ -122,6 +122,7 @@ class Flight:
 
     __slots__ = (
         "_flights",
+        "broke",
         "caller",
         "charged",
         "claims",
@@ -154,6 +155,7 @@ class Flight:
         self.reservation: Reservation | None = None
         self.served_by: str | None = None
         self.charged: tuple[str, ...] = ()
+        self.broke: str | None = None  # the first endpoint that answered it 500
         self.subset: tuple[str, ...] | None = None
         self.streamed = False
         self.claims: Mapping[str, str] | None = None

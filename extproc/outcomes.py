@@ -29,11 +29,22 @@ class Outcomes:
         """Another endpoint serves the request than the one chosen."""
         self._metrics.moved(self._pool(flight))
 
-    def failed(self, flight: Flight, address: str, why: str) -> None:  # noqa: ARG002 - FlightEvents
+    def failed(self, flight: Flight, address: str, why: str) -> None:
         """An endpoint could not serve the request."""
         if self._fleet.state.slot_of(address) is not None:
             self._metrics.attempt_failed(address, why)
-            self._fleet.observe(address, Evidence.UNFIT if why == _UNFIT else Evidence.FAILED)
+            self._hold_against(flight, address, why)
+
+    def _hold_against(self, flight: Flight, address: str, why: str) -> None:
+        """A request that a second endpoint answers 500 as well is to blame itself, not they."""
+        if why != _UNFIT:
+            self._fleet.observe(address, Evidence.FAILED)
+        elif flight.broke is None:
+            flight.broke = address
+            self._fleet.observe(address, Evidence.UNFIT)
+        else:
+            self._metrics.acquitted(flight.broke)
+            self._fleet.observe(flight.broke, Evidence.SERVED)
 
     def settled(self, flight: Flight, completion: Completion) -> None:
         """The access-log entry came."""

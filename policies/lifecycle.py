@@ -195,7 +195,7 @@ class Lifecycle:
             return self._next_in_traffic(evidence, now_s)
         if evidence is Evidence.PROBE_OK and now_s >= self.rests_until_s:
             warms_up = self.cold and self.thresholds.warm_up_requests
-            return State.WARMING if warms_up else State.READY, "answers its model list"
+            return State.WARMING if warms_up else State.READY, "answers"
         if self.state is not State.UNHEALTHY and evidence is Evidence.PROBE_REFUSED:
             return State.STARTING, "connection refused"
         if self.state is State.STARTING and self.failed_probes:

@@ -304,8 +304,8 @@ class Pool(Model):
     retry_500: bool = Field(True, description="a 500 before any byte of the answer: vLLM's while it shuts down")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
     hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
-    bytes_per_token: float = Field(4.0, gt=0)
-    tokens_per_cjk_character: float = Field(1.5, gt=0)
+    bytes_per_token: float = Field(4.0, gt=0, le=1e6)
+    tokens_per_cjk_character: float = Field(1.5, gt=0, le=1e6)
     tokens_per_image: Positive = Field(1024, description="estimate for one inline image")
 
     @property

@@ -44,6 +44,8 @@ _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
 _OPERATOR = "operator"
+_AT_WORK_S = 2.0
+"""A step seen so recently says that an engine works: a batch of long prompts takes less."""
 
 
 class FleetEvents(Protocol):
@@ -67,7 +69,7 @@ class _Member:
 
     __slots__ = (
         "address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "progress",
-        "progress_at_s", "run", "slot", "zone",
+        "progress_at_s", "run", "slot", "stepped_at_s", "zone",
     )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
@@ -81,6 +83,7 @@ class _Member:
         self.capacity_tokens: int | None = None  # as the engine reports it
         self.progress: float | None = None  # what the engine counts as it works, when last it changed
         self.progress_at_s = -math.inf
+        self.stepped_at_s = -math.inf  # when progress was last seen to grow
         self.zone: str | None = None
         self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
 
@@ -370,9 +373,19 @@ class Fleet:
         return [model for pool in pools for model in self._pools[pool].models if model in listing.models]
 
     def wants_trial(self, address: str) -> bool:
-        """A generation of ours is what stands between the endpoint and traffic."""
+        """A generation of ours is what stands between the endpoint and traffic.
+
+        One that was not in service yet and is seen at work needs none: we have restarted, or another router uses it.
+        """
         member = self._members.get(address)
-        return member is not None and member.lifecycle.wants_trial(self._clock())
+        if member is None or not member.lifecycle.wants_trial(self._clock()):
+            return False
+        return member.lifecycle.state is State.UNHEALTHY or not self.at_work(address)
+
+    def at_work(self, address: str) -> bool:
+        """Its engine has just been seen doing steps."""
+        member = self._members.get(address)
+        return member is not None and self._clock() - member.stepped_at_s <= _AT_WORK_S
 
     def assumed_by_grpc(self, address: str) -> Listing | None:
         """What an endpoint that speaks gRPC is taken to serve: it lists nothing. None for one that does."""
@@ -410,6 +423,8 @@ class Fleet:
         """An engine that has requests and does no step is stuck, though its server may answer every question."""
         now_s = self._clock()
         if not figures.running or figures.progress is None or figures.progress != member.progress:
+            if None not in (figures.progress, member.progress) and (figures.progress or 0) > (member.progress or 0):
+                member.stepped_at_s = now_s
             member.progress, member.progress_at_s = figures.progress, now_s
         elif now_s - member.progress_at_s > self._no_progress_s:
             self._observe(member, Evidence.STUCK)

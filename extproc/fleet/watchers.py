@@ -102,6 +102,10 @@ class Watchers:
             await self._session.close()
 
 
+_TRIAL_PATIENCE_S = 1.0
+"""Engines that shut down refuse within milliseconds; a token comes sooner unless others are before it."""
+
+
 class _TrialFailed(ValueError):
     """It lists its model and does not generate."""
 
@@ -191,17 +195,33 @@ class _Watcher:
         return True
 
     async def _try(self, models: list[str]) -> None:
-        """One generation of ours, half-open: what takes no traffic has to answer it first. Raises _TrialFailed."""
+        """One generation of ours, half-open: what takes no traffic has to answer it first. Raises _TrialFailed.
+
+        An engine at work that has taken our request and not refused it has passed: it waits behind others there.
+        """
         if not models:
             return
+        trial = asyncio.ensure_future(self._generate(models[0]))
+        try:
+            await asyncio.wait({trial}, timeout=_TRIAL_PATIENCE_S)
+            if not trial.done() and self._fleet.at_work(self._address):
+                self._events.tried(ok=True)
+                return
+            status = await trial
+        finally:
+            trial.cancel()
+        self._events.tried(ok=trial_passed(status))
+        if not trial_passed(status):
+            raise _TrialFailed(f"a generation was answered {status}")
+
+    async def _generate(self, model: str) -> int:
+        """The status of the answer."""
         timeout = aiohttp.ClientTimeout(total=self.config.probe.trial_timeout_ms / 1000)
-        url, body = self._base + TRIAL_PATH, trial_of(models[0])
+        url, body = self._base + TRIAL_PATH, trial_of(model)
         async with self._client.post(
             url, json=body, headers=TRIAL_HEADERS, timeout=timeout, allow_redirects=False
         ) as answer:
-            self._events.tried(ok=trial_passed(answer.status))
-            if not trial_passed(answer.status):
-                raise _TrialFailed(f"a generation was answered {answer.status}")
+            return answer.status
 
     # -- metrics
 

@@ -84,6 +84,9 @@ class Metrics:
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
+        self._acquitted = self._counter(
+            "endpoints_acquitted", "500s that a second endpoint answered as well: the request's fault", "endpoint"
+        )
         self._trials = self._counter("trials", "Generations asked of endpoints that take no traffic", "result")
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
         self._discovery_failures = self._counter("discovery_failures", "Failed reads by reason", "pool", "reason")
@@ -266,6 +269,10 @@ class Metrics:
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
         self._child(self._probes, _result(ok=ok)).inc()
+
+    def acquitted(self, address: str) -> None:
+        """Two endpoints answered one request 500: it was not the first one's fault."""
+        self._child(self._acquitted, address).inc()
 
     def tried(self, *, ok: bool) -> None:
         """A trial was answered."""

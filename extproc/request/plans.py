@@ -137,14 +137,16 @@ def _session(headers: Mapping[str, str]) -> str | None:
 
 
 def _judge_stored(said: Stored, stored: StoredResponses, tenant: str | None) -> Refusal | None:
-    """Engines know no tenants: one that names another's answer, to go on from it or to replace it, stops here.
+    """Engines know no tenants: one that names another's answer, to go on from it or to take it over, stops here.
 
-    With tenants an answer must be known as the tenant's own. One that is unknown may be anybody's: we forget.
+    With tenants an answer must be known as the tenant's own. One that is unknown may be anybody's: we forget. So
+    nobody may name his own answers either, or he would claim a forgotten one by its name.
     """
     if tenant is not None and said.previous_id and stored.find(said.previous_id, tenant) is None:
         return _unknown_response(said.previous_id, "previous_response_id")
-    if said.own_id and stored.is_anothers(said.own_id, tenant):
-        return Refusal(400, _INVALID, "this request_id cannot be used", Reason.INVALID_REQUEST, "request_id")
+    if tenant is not None and said.own_id:
+        message = "request_id is the gateway's to choose where it tells tenants apart; leave it out"
+        return Refusal(400, _INVALID, message, Reason.INVALID_REQUEST, "request_id")
     return None
 
 

@@ -45,8 +45,3 @@ class StoredResponses:
         """Who has it, if we know and it is the tenant's. Nobody learns that another's exists."""
         made = self._made.get(response_id)
         return made if made is not None and made.flight.tenant == tenant else None
-
-    def is_anothers(self, response_id: str, tenant: str | None) -> bool:
-        """Whether the id is taken by another tenant's answer."""
-        made = self._made.get(response_id)
-        return made is not None and made.flight.tenant != tenant

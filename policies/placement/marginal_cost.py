@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
@@ -40,7 +40,7 @@ _NEARLY_MOST = 0.9
 _LEVEL_S = 1e-9
 """Costs closer than this differ by rounding alone."""
 
-Weight = Annotated[float, Ge(0)]
+Weight = Annotated[float, Ge(0), Le(1e6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class MarginalCostSpec(PolicySpec):
     stall_weight: Weight = 0.1
     decode_weight: Weight = 0.6
     eviction_weight: Weight = 3.0
-    eviction_fade_s: Annotated[float, Gt(0)] = 120.0
+    eviction_fade_s: Annotated[float, Gt(0), Le(1e6)] = 120.0
     overflow_s: Weight = 10.0
     affinity_band_s: Weight = 3.0
 

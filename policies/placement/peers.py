@@ -22,7 +22,7 @@ from policies.placement.policy import FormulaSpec, Scored
 from policies.placement.view import View
 from policies.types import Floats, Mask
 
-Weight = Annotated[float, Ge(0)]
+Weight = Annotated[float, Ge(0), Le(1e6)]
 Share = Annotated[float, Ge(0), Le(1)]
 
 
@@ -38,7 +38,7 @@ class CacheAwareSpec(FormulaSpec):
     kind: Literal["cache_aware"] = "cache_aware"
     cache_threshold: Share = 0.3
     balance_abs_threshold: Annotated[int, Ge(0)] = 64
-    balance_rel_threshold: Annotated[float, Ge(1)] = 1.5
+    balance_rel_threshold: Annotated[float, Ge(1), Le(1e6)] = 1.5
     index_tokens: Annotated[int, Gt(0)] | None = 8_388_608
 
     def scored(self, view: View) -> Scored:
@@ -64,7 +64,7 @@ class SmgCacheAwareSpec(FormulaSpec):
     kind: Literal["smg_cache_aware"] = "smg_cache_aware"
     cache_threshold: Share = 0.3
     balance_abs_threshold: Annotated[int, Ge(0)] = 64
-    balance_rel_threshold: Annotated[float, Ge(1)] = 1.5
+    balance_rel_threshold: Annotated[float, Ge(1), Le(1e6)] = 1.5
     index_tokens: Annotated[int, Gt(0)] | None = 16_777_216
 
     def scored(self, view: View) -> Scored:
@@ -96,7 +96,7 @@ class AibrixPrefixSpec(FormulaSpec):
 
     kind: Literal["aibrix_prefix"] = "aibrix_prefix"
     imbalance_requests: Annotated[int, Ge(0)] = 16
-    deviations: Annotated[float, Ge(0)] = 2.0
+    deviations: Annotated[float, Ge(0), Le(1e6)] = 2.0
     index_tokens: Annotated[int, Gt(0)] | None = 6_400_000
 
     def scored(self, view: View) -> Scored:

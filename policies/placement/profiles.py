@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Le
 
-Amount = Annotated[float, Gt(0)]
+Amount = Annotated[float, Ge(1e-3), Le(1e9)]
+Small = Annotated[float, Ge(0), Le(1e3)]
+"""Bounds that no hardware comes near: an endless figure makes every cost equal, or no number at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,11 @@ class Profile:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     prefill_tokens_per_s: Amount = 25_000.0
-    attention_per_token: Annotated[float, Ge(0)] = 3.25e-5
-    request_tokens: Annotated[float, Ge(0)] = 256.0
-    sequence_s: Annotated[float, Ge(0)] = 15e-6
-    kv_token_s: Annotated[float, Ge(0)] = 4.9e-8
-    max_num_seqs: Annotated[int, Gt(0)] = 256
+    attention_per_token: Small = 3.25e-5
+    request_tokens: Annotated[float, Ge(0), Le(1e6)] = 256.0
+    sequence_s: Small = 15e-6
+    kv_token_s: Small = 4.9e-8
+    max_num_seqs: Annotated[int, Ge(1), Le(1_000_000)] = 256
     output_tokens: Amount = 300.0
 
     def work(self, prompt_tokens: Any, uncached_tokens: Any) -> Any:  # noqa: ANN401 - a number or an array of them

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import xxhash
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
@@ -48,7 +48,7 @@ class ConsistentHashSpec(PolicySpec):
     """`load_factor`: an endpoint above this multiple of the mean load is passed over."""
 
     kind: Literal["consistent_hash"] = "consistent_hash"
-    load_factor: Annotated[float, Ge(1)] = 1.25
+    load_factor: Annotated[float, Ge(1), Le(1e6)] = 1.25
 
     def build(self, name: str) -> ConsistentHash:
         """The policy."""

@@ -26,7 +26,7 @@ class ScorerWeight:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     name: str
-    weight: Annotated[float, Ge(0)] = 1.0
+    weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class WeightedSpec(PolicySpec):
     scorers: tuple[ScorerWeight, ...] = ()
     picker: Literal["max_score", "power_of_two"] = "max_score"
     max_affinity_share: Annotated[float, Ge(0), Le(1)] = 0.3
-    spill_factor: Annotated[float, Ge(1)] = 1.25
+    spill_factor: Annotated[float, Ge(1), Le(1e6)] = 1.25
     switch_margin: Annotated[float, Ge(0), Le(1)] = 0.0
     demote_above: Annotated[float, Gt(0), Le(1)] | None = None
     queue_window: Annotated[int, Gt(0)] = 10

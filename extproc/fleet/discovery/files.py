@@ -63,6 +63,8 @@ async def _report_change(
 
 def _text(file: Path) -> str | None:
     try:
+        if not file.is_file():  # a pipe would never let go of the thread that reads it
+            return None
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: bytes that are no text, a name that no file can have
         return None

@@ -237,3 +237,18 @@ def test_an_answer_told_of_late_teaches_no_stranger() -> None:
     house.flights.on_completion(completion(flight.request_id, FIRST, ttft_s=0.1))
     assert not ledger.rate_time_s.any()
     assert flight.placement is None
+
+
+def test_a_request_that_breaks_two_engines_is_held_against_neither() -> None:
+    """The first is out until its trial, as any that answers 500; the second stays, and there is no row of failures."""
+    house = House()
+    for _ in range(5):
+        flight = house.start()
+        for address in (FIRST, SECOND):
+            house.flights.on_attempt(Attempt(flight.request_id, address, "status_500"))
+        flight.close()
+        states = [State(house.state.state[house.state.slot_of(address)]) for address in (FIRST, SECOND)]
+        assert states == [State.UNHEALTHY, State.READY]
+        assert house.fleet.wants_trial(FIRST)  # at once: it need not rest
+        house.fleet.listed_models(FIRST, Listing(frozenset({"m"}), None))
+    assert house.value("endpoints_acquitted_total", endpoint=FIRST) == 5

@@ -789,7 +789,7 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "models": ["m", "n"],
         "generation": 1,
         "state": "ready",
-        "state_reason": "answers its model list",
+        "state_reason": "answers",
         "drained_by": [],
         "state_age_s": 2.5,
         "observed_age_s": 2.5,

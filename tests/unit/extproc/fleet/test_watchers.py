@@ -20,6 +20,7 @@ from extproc.fleet.watchers import Watchers
 from extproc.observe.metrics import Metrics
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
+from vllm_adapters.metrics import EngineFigures
 
 HANG_S = 60
 LISTING = '{"object":"list","data":[{"id":"m","max_model_len":4096}]}'
@@ -204,10 +205,46 @@ async def test_an_engine_that_refuses_to_generate_is_at_work(house: House) -> No
     assert house.now is State.READY
 
 
+async def test_a_trial_that_waits_behind_others_is_passed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is at work and has not refused it; one that hangs is not at work."""
+    monkeypatch.setattr(module, "_TRIAL_PATIENCE_S", 0.05)
+    await house.until("probe", ok=True)
+    house.engine.trials_go.clear()
+    for steps in range(1, 4):
+        house.fleet.scraped(house.address, EngineFigures(running=4, waiting=3, progress=float(steps)))
+    house.engine.page = (200, PAGE + "vllm:iteration_tokens_total_count 9.0\n")
+    house.fleet.observe(house.address, Evidence.UNFIT)
+    await house.until("probe", ok=True)
+    assert house.now is State.READY
+    assert house.tries[-1] is True
+    house.engine.trials_go.set()
+
+
+async def test_an_engine_found_at_work_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After our restart a saturated fleet is in service as soon as its metrics have been read twice."""
+    monkeypatch.setattr(module, "_TRIAL_PATIENCE_S", 60)
+    house = House()
+    house.engine.trials_go.clear()
+    house.address = await house.engine.start()
+    house.fleet.set_endpoints("p", [house.address])
+    for steps in (1, 2):
+        house.fleet.scraped(house.address, EngineFigures(running=4, waiting=3, progress=float(steps)))
+    house.watchers.watch(house.fleet.addresses())
+    try:
+        await house.until("probe", ok=True)
+        assert house.now is State.READY
+        assert house.engine.trials == []
+    finally:
+        house.engine.trials_go.set()
+        await house.watchers.close()
+        await house.engine.stop()
+
+
 async def test_a_suspect_is_asked_at_once() -> None:
     """A failed request does not wait for the next turn, which here would come in ten minutes."""
     house = House()
-    house.watchers.configure(parse(config().model_dump_json().replace('"interval_ms":5,', '"interval_ms":600000,', 1)))
+    rare = config().probe.model_copy(update={"interval_ms": 600_000})
+    house.watchers.configure(config().model_copy(update={"probe": rare}))
     await house.watch()
     try:
         async with asyncio.timeout(HANG_S):

@@ -234,6 +234,16 @@ def test_a_clients_own_id_is_kept(desk: Desk) -> None:
     assert (plan.response_id, plan.splices) == ("mine", ())
 
 
+def test_where_tenants_are_told_apart_nobody_names_his_answers(desk: Desk) -> None:
+    """Or he would claim one that we have forgotten, and that is another's."""
+    body = json.dumps({"model": "served", "input": "x", "request_id": "resp_of_another"}).encode()
+    headers = {":path": "/v1/responses", ":method": "POST"}
+    incoming = Incoming(by_path("/v1/responses") or OTHER, headers, body, "f" * 24, tenant="acme")
+    refusal = make_plan(desk.generation, desk.stored, incoming)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.param) == (400, "request_id")
+
+
 def test_an_answer_that_is_not_stored_gets_no_id(desk: Desk) -> None:
     """The body is left as it came."""
     plan = desk.plan("/v1/responses", {"model": "served", "input": "x", "store": False})
