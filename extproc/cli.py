@@ -10,7 +10,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -20,9 +20,11 @@ import typer
 import yaml
 
 from extproc import __version__
+from extproc.config.files import file_faults, file_warnings
 from extproc.config.loading import ConfigError, load
 from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
+from extproc.config.summary import access_line, pool_lines
 from extproc.observe.logging import configure_logging
 from extproc.replay.command import replay
 
@@ -74,6 +76,7 @@ def up(
     from extproc.launcher import ChildFailed, Launcher, NoEnvoy
 
     loaded = _load(config)
+    _refuse_files(config, file_faults(loaded))
     configure_logging(loaded.observe.log)
     try:
         asyncio.run(Launcher(loaded, config.resolve(), concurrency=concurrency).run())
@@ -98,6 +101,7 @@ def serve(
         loaded, faults = load_to_serve(config, last_good)
     except ConfigError as error:
         _fail(str(error))
+    _refuse_files(config, file_faults(loaded, of_envoy=False))
     configure_logging(loaded.observe.log)
     if faults:
         log.error("the config file is not valid: started with the last good one", faults=faults)
@@ -124,31 +128,40 @@ async def _serve(config: Config, path: Path, last_good: Path | None) -> None:
 def check(
     config: Annotated[Path | None, typer.Argument(help="the configuration file", metavar="CONFIG")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the file instead.")] = False,
+    list_presets: Annotated[bool, typer.Option("--presets", help="Print the presets' names instead.")] = False,
 ) -> None:
-    """Validate a configuration file; every fault is named with its place."""
-    if schema:
-        typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+    """Validate a configuration file and the files it names; every fault is told with its place."""
+    if schema or list_presets:
+        typer.echo(json.dumps(Config.model_json_schema(), indent=2) if schema else "\n".join(presets()))
         return
     if config is None:
-        _fail("name a configuration file, or ask for --schema")
+        _fail("name a configuration file, or ask for --schema or --presets")
     loaded = _load(config)
-    for pool in loaded.pools:
-        source = f"file {pool.endpoints.file}" if pool.endpoints.file else f"{len(pool.endpoints.static or ())} static"
-        typer.echo(f"pool {pool.name}: models {', '.join(pool.models)}; endpoints: {source}; policy: {pool.policy}")
-    _check_keys(loaded)
-    typer.echo(f"{config} is valid (presets: {', '.join(presets())})")
+    keys = _keys_of(loaded)
+    _refuse_files(config, [*file_faults(loaded), *([keys] if isinstance(keys, str) else [])])
+    for line in (*pool_lines(loaded), access_line(loaded.access, int(keys))):
+        typer.echo(line)
+    for warning in file_warnings(loaded):
+        typer.echo(f"{config}: warning: {warning}", err=True)
+    typer.echo(f"{config} is valid")
 
 
-def _check_keys(config: Config) -> None:
+def _keys_of(config: Config) -> int | str:
+    """How many API keys there are, or what is wrong with their file."""
     from extproc.access.key_file import parsed_or_why_not, read_text
     from extproc.access.keys import BadKeys
 
     file = config.access.api_keys_file
-    found = config.access.api_keys if file is None else parsed_or_why_not(read_text(file))
+    found = () if file is None else parsed_or_why_not(read_text(file))
     if isinstance(found, BadKeys):
-        _fail(f"{file}: {found}")
-    if config.access.takes_keys:
-        typer.echo(f"access: {len(found)} API keys in {file or 'the config'}")
+        return f"access.api_keys_file: {file}: {found}"
+    return len({key.sha256 for key in (*found, *config.access.api_keys)})
+
+
+def _refuse_files(config: Path, faults: Sequence[str]) -> None:
+    """End the command if there is any fault."""
+    if faults:
+        _fail("\n".join(f"{config}: {fault}" for fault in faults))
 
 
 @cli.command()

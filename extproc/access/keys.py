@@ -47,8 +47,9 @@ def parse_keys(text: str | None) -> tuple[ApiKey, ...]:
         raise BadKeys("cannot be read")
     try:
         document = parse_yaml(text)
-    except BadYaml:
-        raise BadKeys("not YAML or JSON, or a key of a mapping is given twice") from None
+    except BadYaml as error:
+        where = "" if error.line is None else f"line {error.line}: "
+        raise BadKeys(f"{where}not YAML or JSON, or a key of a mapping is given twice") from None
     if isinstance(document, dict):
         document = document.get("api_keys")
     try:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from extproc.config.known_keys import keys_at
+from extproc.config.near_misses import did_you_mean
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import build_policy, profile_of
 from extproc.config.schema import Access, Config, Observe, Pool, Tls
@@ -79,36 +81,58 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path or "top level"
 
 
-_FIXES = {
-    "extra_forbidden": "unknown key; see `pointsman check --schema` for what there is",
-    "unexpected_keyword_argument": "unknown key; see `pointsman check --schema` for what there is",
+_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
+_WORDS = {
     "missing": "required, but not given",
+    "tuple_type": "should be a list",
+    "string_type": "should be text; put it in quotes",
+    "bool_type": "should be true or false",
+    "bool_parsing": "should be true or false",
+    "int_type": "should be a whole number",
+    "int_parsing": "should be a whole number",
+    "int_from_float": "should be a whole number",
+    "float_type": "should be a number",
+    "float_parsing": "should be a number",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "should be a mapping"),
 }
+"""An operator's words for what pydantic says in a Python programmer's."""
 
 
 def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a TypedDict only in its stubs
-    if fault["type"] in _FIXES:
-        return _FIXES[fault["type"]]
+    if fault["type"] in _UNKNOWN:
+        return _unknown_key(fault["loc"])
     if fault["type"] == "union_tag_invalid":
-        return f"kind must be one of {', '.join(map(repr, KINDS))}, not {fault['ctx']['tag']!r}"
-    message = str(fault["msg"]).removeprefix("Value error, ")
+        tag = str(fault["ctx"]["tag"])
+        meant = did_you_mean(tag, KINDS)
+        return f"kind must be one of {', '.join(map(repr, KINDS))}, not {tag!r}{meant and f'; {meant}'}"
     # what stands where a digest should be may be the key itself
-    given = None if fault["loc"][-1:] == ("sha256",) else fault.get("input")
+    given = None if fault["loc"][-1:] == ("sha256",) or fault["type"] == "missing" else fault.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
-    return f"{message}{shown}"
+    return f"{_message(fault)}{shown}"
+
+
+def _message(fault: Any) -> str:  # noqa: ANN401 - as above
+    if fault["type"] == "too_short":
+        return f"should have at least {fault['ctx']['min_length']} item"
+    return _WORDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
+
+
+def _unknown_key(location: tuple[int | str, ...]) -> str:
+    meant = did_you_mean(str(location[-1]), keys_at(location[:-1]))
+    return f"unknown key; {meant or 'see `pointsman check --schema` for what there is'}"
 
 
 def _check_policies(config: Config, source: str) -> None:
     # Built once here so that a bad scorer name is found when the file is read, not when the first request comes.
+    faults = []
     for position, pool in enumerate(config.pools):
-        try:
-            build_policy(pool)
-        except ValueError as error:
-            raise ConfigError(f"{source}: pools[{position}].policy: {error}") from error
-        try:
-            profile_of(pool)
-        except ValueError as error:
-            raise ConfigError(f"{source}: pools[{position}].hardware: {error}") from error
+        for part, make in (("policy", build_policy), ("hardware", profile_of)):
+            try:
+                make(pool)
+            except ValueError as error:
+                faults.append(f"{source}: pools[{position}].{part}: {error}")
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def _with_absolute_files(config: Config, folder: Path) -> Config:

@@ -5,13 +5,14 @@ Not here: what policies do (policies.placement).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from extproc.config.near_misses import unknown
 from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.schema import Pool
 from extproc.config.third_party import spec_of
@@ -20,6 +21,7 @@ from policies.placement.filters import FILTERS
 from policies.placement.policy import Policy as BuiltPolicy
 from policies.placement.policy import PolicySpec
 from policies.placement.profiles import HARDWARE, Profile
+from policies.placement.scorers import SCORERS
 from policies.placement.weighted import WeightedSpec
 
 _T = TypeVar("_T")
@@ -51,16 +53,23 @@ def build_policy(pool: Pool) -> BuiltPolicy:
 
 def build(spec: PolicySpec, name: str) -> BuiltPolicy:
     """The policy object under the name that is shown. Raises ValueError for an unknown part, or none that ranks."""
-    for unknown in set(spec.filters) - set(FILTERS):
-        raise ValueError(f"unknown filter {unknown!r}; there are: {', '.join(sorted(FILTERS))}")
-    if isinstance(spec, WeightedSpec) and not any(scorer.weight for scorer in spec.scorers):
-        raise ValueError("nothing ranks the endpoints; name scorers, or use least-request")
+    _refuse_parts("filter", spec.filters, FILTERS)
+    if isinstance(spec, WeightedSpec):
+        _refuse_parts("scorer", [scorer.name for scorer in spec.scorers], SCORERS)
+        if not any(scorer.weight for scorer in spec.scorers):
+            raise ValueError("nothing ranks the endpoints; name scorers, or use least-request")
     try:
         return spec.build(name)
     except ValueError:
         raise
     except Exception as error:  # a third party's, which must not end a reload
         raise ValueError(f"the policy cannot be made: {error!r}") from error
+
+
+def _refuse_parts(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    faults = [unknown(f"unknown {what}", name, known) for name in names if name not in known]
+    if faults:
+        raise ValueError("; ".join(faults))
 
 
 def _shown_name(pool: Pool) -> str:
@@ -83,5 +92,5 @@ def _presets() -> dict[str, PolicySpec]:
 
 def _named(what: str, name: str, known: Mapping[str, _T]) -> _T:
     if name not in known:
-        raise ValueError(f"no {what} {name!r}; there are: {', '.join(sorted(known))}")
+        raise ValueError(unknown(f"no {what}", name, known))
     return known[name]

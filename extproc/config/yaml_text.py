@@ -11,7 +11,11 @@ _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class BadYaml(Exception):
-    """The text is not YAML, or not YAML that means one thing."""
+    """The text is not YAML, or not YAML that means one thing. `line`: where, counted from 1, if that is known."""
+
+    def __init__(self, message: str, line: int | None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class _Loader(_SafeLoader):  # type: ignore[misc,valid-type] # one of two classes, known only at run time
@@ -22,7 +26,8 @@ class _Loader(_SafeLoader):  # type: ignore[misc,valid-type] # one of two classe
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             if key is not None and key in seen:
-                raise BadYaml(f"line {key_node.start_mark.line + 1}: {key!r} is given twice")
+                line = key_node.start_mark.line + 1
+                raise BadYaml(f"line {line}: {key!r} is given twice", line)
             seen.add(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
@@ -34,4 +39,5 @@ def parse_yaml(text: str) -> Any:  # noqa: ANN401 - YAML can hold anything
         return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         # ValueError: a date that is none, a number of thousands of digits
-        raise BadYaml(str(error)) from error
+        mark = getattr(error, "problem_mark", None)
+        raise BadYaml(str(error), None if mark is None else mark.line + 1) from error

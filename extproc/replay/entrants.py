@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from extproc.config.loading import explain
+from extproc.config.near_misses import unknown
 from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.pool_policies import build, presets
 from extproc.config.third_party import spec_of
@@ -106,7 +107,7 @@ def _spec(name: str) -> PolicySpec:
 def _preset(name: str) -> PolicySpec:
     known = presets()
     if name not in known:
-        raise NoSuchPolicy(f"no preset {name!r}; there are: {', '.join(sorted(known))}; a file ends in .yaml")
+        raise NoSuchPolicy(f"{unknown('no preset', name, known)}; a file ends in .yaml")
     return known[name]
 
 
