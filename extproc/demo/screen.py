@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from rich.console import Console
@@ -20,11 +23,6 @@ prefix hits  share of prompt tokens found cached, by the engines' own counters
 ideal        the same with a single cache without end
 TTFT         from sending a request to its first token, at the client
 imbalance    requests in flight, averaged over time: busiest engine over the mean"""
-_TO_START = (
-    ("in one terminal", "pointsman sim --count 4"),
-    ("in another", "pointsman up docs/example.yaml"),
-)
-
 
 Counter: TypeAlias = Callable[[Outcome], None]
 """Takes outcomes as they come."""
@@ -99,10 +97,26 @@ def show_next_steps(console: Console, place: Place, *, running: bool) -> None:
     """What to try with curl; how to start something to try it on, unless it runs."""
     console.rule("Running until Ctrl-C; try" if running else "A playground of your own")
     # no frame and no folding: a command should survive being copied
-    for what, command in (() if running else _TO_START) + commands(place):
+    for what, command in (() if running else _to_start()) + commands(place):
         console.print(f"# {what}", style="dim", markup=False)
         console.print(command, markup=False, soft_wrap=True)
     console.rule()
+
+
+def _to_start() -> tuple[tuple[str, str], ...]:
+    pointsman = _as_typed()
+    return (
+        ("in one terminal", f"{pointsman} sim --count 4"),
+        ("in another", f"{pointsman} up docs/example.yaml"),
+    )
+
+
+def _as_typed() -> str:
+    """Our command as the reader's shell finds it: `make demo` has put it into an environment that is not on PATH."""
+    if shutil.which("pointsman"):
+        return "pointsman"
+    command = Path(sys.executable).with_name("pointsman")
+    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
 
 
 def commands(place: Place) -> tuple[tuple[str, str], ...]:

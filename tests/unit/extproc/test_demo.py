@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -275,6 +276,25 @@ def test_a_stopped_demo_says_how_to_start_a_playground() -> None:
     show_next_steps(console, DEFAULT_PLACE, running=False)
     text = page.getvalue()
     assert text.index("pointsman sim") < text.index("pointsman up") < text.index("curl")
+
+
+@pytest.mark.parametrize(("on_path", "typed"), [(True, "pointsman"), (False, ".venv/bin/pointsman")])
+def test_the_command_shown_is_one_that_the_shell_finds(
+    on_path: bool,  # noqa: FBT001 - a test parameter
+    typed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By name where it is on PATH, else with the way to it, as after `make demo` in a fresh clone."""
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "pointsman").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(binaries / "python"))
+    monkeypatch.setenv("PATH", str(binaries) if on_path else "")
+    console, page = _console()
+    show_next_steps(console, DEFAULT_PLACE, running=False)
+    assert f"{typed} sim --count 4" in page.getvalue().splitlines()
 
 
 def test_what_runs_is_said_honestly() -> None:
