@@ -1,4 +1,5 @@
 # The decision process with an embedded Envoy. `pointsman up` by default; use `serve` beside an Envoy of your own.
+# docs/docker.md has the commands.
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
@@ -11,8 +12,9 @@ FROM python:3.12-slim
 COPY --from=build /opt/pointsman /opt/pointsman
 ENV PATH=/opt/pointsman/bin:$PATH
 RUN useradd --system --uid 10001 pointsman
-USER pointsman
-# 8080 clients, 9004 ext_proc and xDS, 9003 gRPC health, 9090 metrics; admin stays on loopback
-EXPOSE 8080 9003 9004 9090
+# by number: Kubernetes' runAsNonRoot cannot judge a name
+USER 10001
+# 8080 clients, 9004 ext_proc and xDS (9002 with TLS), 9003 gRPC health, 9090 metrics; admin stays on loopback
+EXPOSE 8080 9002 9003 9004 9090
 ENTRYPOINT ["pointsman"]
 CMD ["up", "/etc/pointsman/pointsman.yaml"]
