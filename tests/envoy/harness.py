@@ -75,9 +75,9 @@ class Engine:
         return document
 
     def requests(self) -> list[dict[str, Any]]:
-        """The requests it remembers, oldest first."""
+        """The requests it remembers, oldest first; the trials of ours are not among them."""
         found: list[dict[str, Any]] = self.get("/sim/requests").json()
-        return found
+        return [request for request in found if "x-pointsman-probe" not in request["headers"]]
 
     def faults(self, **faults: Any) -> None:
         """Misbehave from now on; no arguments: behave again."""
