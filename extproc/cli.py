@@ -73,14 +73,16 @@ def up(
     concurrency: Annotated[int | None, typer.Option(help="Envoy worker threads; default: one per core")] = None,
 ) -> None:
     """Run Envoy and the decision process, as one process tree."""
+    from extproc.addresses import AddressTaken, refuse_taken_address
     from extproc.launcher import ChildFailed, Launcher, NoEnvoy
 
     loaded = _load(config)
     _refuse_files(config, file_faults(loaded))
-    configure_logging(loaded.observe.log)
     try:
+        refuse_taken_address(loaded.listen.http)
+        configure_logging(loaded.observe.log)
         asyncio.run(Launcher(loaded, config.resolve(), concurrency=concurrency).run())
-    except (ChildFailed, NoEnvoy) as error:
+    except (AddressTaken, ChildFailed, NoEnvoy) as error:
         _fail(str(error))
 
 
@@ -253,7 +255,7 @@ def sim(
             max_num_seqs=max_num_seqs,
             record=record,
         )
-        asyncio.run(_until_stopped(serve_engines(options)))
+        asyncio.run(_until_stopped(serve_engines(options, typer.echo)))
     except (ValueError, OSError) as error:
         _fail(str(error))
 

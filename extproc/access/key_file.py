@@ -67,7 +67,8 @@ class KeyFile:
     def _take(self, found: tuple[ApiKey, ...] | BadKeys) -> None:
         self._events.key_file_read(ok=not isinstance(found, BadKeys))
         if isinstance(found, BadKeys):
-            log.warning("API key file ignored, the last good list stays", file=str(self._file), error=str(found))
+            kept = "; there has been no list yet" if self.keys is None else ", the last good list stays"
+            log.warning(f"API key file ignored{kept}", file=str(self._file), error=str(found))
         else:
             self.keys = found
 

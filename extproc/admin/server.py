@@ -18,6 +18,8 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from extproc.addresses import why_not_bound
+
 log = structlog.get_logger(__name__)
 
 _MOST_DECISIONS = 1_000
@@ -74,15 +76,18 @@ class AdminServer:
     async def start(self) -> None:
         """Listen on both. Raises OSError if an address is taken."""
         admin, metrics = self._addresses
-        await self._listen(self._admin_app(), admin)
-        await self._listen(self._metrics_app(), metrics)
+        await self._listen(self._admin_app(), "admin.listen", admin)
+        await self._listen(self._metrics_app(), "observe.metrics", metrics)
 
-    async def _listen(self, app: web.Application, address: str) -> None:
+    async def _listen(self, app: web.Application, field: str, address: str) -> None:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runners.append(runner)
         host, _, port = address.rpartition(":")
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        try:
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        except OSError as error:
+            raise OSError(f"{field}: cannot listen on {address}: {why_not_bound(error)}") from error
 
     async def stop(self) -> None:
         """Stop listening."""

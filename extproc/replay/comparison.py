@@ -64,11 +64,13 @@ HIGHER_IS_BETTER = frozenset({"goodput", "hit"})
 
 
 def winners(table: Table) -> dict[str, float]:
-    """The best mean of each figure that can be won."""
+    """The best mean of each figure that can be won, where one policy alone has it."""
     best: dict[str, float] = {}
     for name in LOWER_IS_BETTER | HIGHER_IS_BETTER:
         means = [row.spread[name].mean for row in table.rows]
-        best[name] = min(means) if name in LOWER_IS_BETTER else max(means)
+        first = min(means) if name in LOWER_IS_BETTER else max(means)
+        if means.count(first) == 1:
+            best[name] = first
     return best
 
 

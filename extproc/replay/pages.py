@@ -51,7 +51,7 @@ def write(folder: Path, tables: Sequence[Table], bounds: Bounds, heading: str) -
             (folder / f"{picture.name}.png").write_bytes(picture.png)
         sections.append(_section(table, pictures))
     page = folder / "index.html"
-    page.write_text(_page(heading, sections, bounds), encoding="utf-8")
+    page.write_text(_page(heading, sections, legend(bounds, tables)), encoding="utf-8")
     return page
 
 
@@ -111,9 +111,9 @@ def _section(table: Table, pictures: Sequence[Picture]) -> str:
     return f"<h2>{html.escape(title)}</h2><p>{about}</p><table><tr><th>policy</th>{head}</tr>{rows}</table>{images}"
 
 
-def _page(heading: str, sections: Sequence[str], bounds: Bounds) -> str:
+def _page(heading: str, sections: Sequence[str], explained: str) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Replay</title><style>{_STYLE}</style>'
         f"<h1>Replay</h1><p><code>{html.escape(heading)}</code></p>"
-        f"<pre>{html.escape(legend(bounds))}</pre>{''.join(sections)}</html>\n"
+        f"<pre>{html.escape(explained)}</pre>{''.join(sections)}</html>\n"
     )

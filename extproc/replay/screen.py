@@ -77,7 +77,7 @@ def show(console: Console, tables: Sequence[Table], bounds: Bounds) -> None:
     """Every table, and what its columns say."""
     for table in tables:
         console.print(_grid(table))
-    console.print(legend(bounds), markup=False)
+    console.print(legend(bounds, tables), markup=False)
 
 
 def _grid(table: Table) -> Grid:
@@ -106,15 +106,17 @@ def _with_spread(column: Column, spread: Spread, *, several: bool) -> str:
     return f"{column.shown(spread.mean)}±{column.shown(spread.sd)}" if several else column.shown(spread.mean)
 
 
-def legend(bounds: Bounds) -> str:
+def legend(bounds: Bounds, tables: Sequence[Table]) -> str:
     """What the columns say."""
+    several = any(len(row.results) > 1 for table in tables for row in table.rows)
+    spread = " Spread: standard deviation over seeds." if several else ""
     return f"""\
 *          the best of its column
 TTFT       from arrival to the first token; TPOT: between tokens, mean; e2e: to the last token
 goodput    answers with TTFT under {bounds.ttft_s:g} s and TPOT under {bounds.tpot_s * 1000:g} ms
 hit        prompt tokens found cached; promised: believed to be by the policy's index; ideal: one endless cache
 imbalance  requests of the busiest engine over the mean
-The first tenth of the requests is left out. Spread: standard deviation over seeds."""
+The first tenth of the requests is left out.{spread}"""
 
 
 def as_markdown(table: Table) -> str:

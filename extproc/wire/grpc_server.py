@@ -60,9 +60,9 @@ def envoy_server(
     )
     for (service, method), handler in handlers.items():
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-    _bind(server, listen.grpc)
+    _bind(server, "listen.grpc", listen.grpc)
     if listen.grpc_tls is not None:
-        _bind(server, listen.grpc_tls, server_credentials(listen.tls))
+        _bind(server, "listen.grpc_tls", listen.grpc_tls, server_credentials(listen.tls))
     return server
 
 
@@ -84,7 +84,7 @@ class HealthServer:
         self._servicer = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
-        _bind(self._server, address)
+        _bind(self._server, "listen.health", address)
 
     async def start(self) -> None:
         """Listen; not serving until told."""
@@ -103,11 +103,12 @@ class HealthServer:
         await self._server.stop(0)
 
 
-def _bind(server: grpc.aio.Server, address: str, credentials: Any = None) -> None:  # noqa: ANN401 - grpcio has no types
+def _bind(server: grpc.aio.Server, field: str, address: str, credentials: Any = None) -> None:  # noqa: ANN401 - grpcio has no types
     try:
         if credentials is None:
             server.add_insecure_port(address)
         else:
             server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise PortTaken(f"cannot listen on {address}: {error}") from error
+        # grpcio's words name neither the cause nor anything an operator could do
+        raise PortTaken(f"{field}: cannot listen on {address}; does another Pointsman run?") from error

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -470,12 +470,20 @@ async def _sign(_: web.Request, response: web.StreamResponse) -> None:
     response.headers["Vary"] = "Origin"
 
 
-async def serve(options: SimOptions) -> None:
-    """Run `options.count` engines on consecutive ports until cancelled."""
+async def serve(options: SimOptions, listening: Callable[[str], None] | None = None) -> None:
+    """Run `options.count` engines on consecutive ports until cancelled; `listening` hears in a line where they are."""
     servers = [SimulatedServer(options, index) for index in range(options.count)]
     try:
         for server in servers:
             await server.start()
+        if listening is not None:
+            listening(_where(options, [server.port for server in servers]))
         await asyncio.Event().wait()
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
+
+
+def _where(options: SimOptions, ports: Sequence[int]) -> str:
+    shown = f"{ports[0]}-{ports[-1]}" if options.port and len(ports) > 1 else ", ".join(map(str, ports))
+    engines = f"{len(ports)} engine{'s' if len(ports) > 1 else ''}"
+    return f"{engines} at {options.host}:{shown}, model {', '.join(options.models)}"

@@ -52,7 +52,8 @@ class Sink:
 
     def failed(self, reason: str, error: object) -> None:
         """The source could not be read; what it listed last stays in use."""
-        log.warning("endpoints not read, keeping the last good list", pool=self.pool, reason=reason, error=str(error))
+        kept = "; there has been no list yet" if self._last is None else ", keeping the last good list"
+        log.warning(f"endpoints not read{kept}", pool=self.pool, reason=reason, error=str(error))
         self._events.discovered(self.pool, ok=False)
         self._events.discovery_failed(self.pool, reason)
         self._note(len(self._last or ()), self._skipped, stale=True)

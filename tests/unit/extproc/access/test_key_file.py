@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from structlog.testing import capture_logs
+
 from extproc.access.key_file import KeyFile
 from extproc.access.keys import digest_of
 
@@ -64,7 +66,9 @@ async def test_a_file_is_read_at_once(tmp_path: Path) -> None:
 async def test_a_file_that_is_not_there_is_told_from_an_empty_one(tmp_path: Path) -> None:
     """And is taken up when it comes."""
     house = House(tmp_path)
-    house.file.configure(house.path)
+    with capture_logs() as logs:
+        house.file.configure(house.path)
+    assert [entry["event"] for entry in logs] == ["API key file ignored; there has been no list yet"]
     assert (house.names(), house.reads) == (None, [False])
     house.write()
     await house.until(lambda: house.names() == [])

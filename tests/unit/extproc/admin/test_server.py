@@ -278,7 +278,8 @@ async def test_json_is_made_beside_the_decision_loop(house: House, monkeypatch: 
 async def test_a_taken_port_is_an_error_at_the_start(house: House) -> None:
     """Not a server that nobody reaches."""
     second = AdminServer(house.operations, admin=free_address(), metrics=house.metrics)
-    with pytest.raises(OSError, match="address already in use"):
+    expected = f"observe.metrics: cannot listen on {house.metrics}: the address is already in use; does another Point"
+    with pytest.raises(OSError, match=expected):
         await second.start()
     await second.stop()
 

@@ -82,3 +82,4 @@ def test_the_winner_is_the_lowest_time_and_the_highest_share(make_trace: Any) ->
     group = Group(title="", trace=run.trace, fleet=run.fleet, rate=1.0)
     table = Table(group, 0.0, [Row(name, [], over_seeds([one])) for name, one in (("slow", slow), ("fast", fast))])
     assert (winners(table)["ttft_mean_s"], winners(table)["goodput"]) == (1.0, 0.9)
+    assert "hit" not in winners(table)  # both have it: nobody wins

@@ -27,6 +27,7 @@ def test_a_comparison_prints_a_table_and_writes_everything(tmp_path: Path) -> No
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "60 requests" in result.output
+    assert "Spread" in result.output
     assert "* the best of its column" in " ".join(result.output.split())
     document = json.loads(json_file.read_text(encoding="utf-8"))
     (table,) = document["tables"]
@@ -42,6 +43,7 @@ def test_a_comparison_prints_a_table_and_writes_everything(tmp_path: Path) -> No
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     """What is in the folder is not run again."""
     once = _run("--rate", "20", "--policies", "default", "--resume", str(tmp_path))
+    assert "Spread" not in once.output  # of one seed there is none
     more = _run("--rate", "20", "--policies", "default,round-robin", "--resume", str(tmp_path))
     assert "1/1 default" in once.output
     assert "default, 20/s" not in more.output

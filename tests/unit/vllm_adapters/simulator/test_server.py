@@ -267,10 +267,12 @@ async def test_killing_drops_every_connection(server: SimulatedServer, client: a
 async def test_serve_runs_a_fleet_until_cancelled(unused_tcp_port_factory: Callable[[], int]) -> None:
     """Consecutive ports, independent engines."""
     port = unused_tcp_port_factory()
-    task = asyncio.create_task(serve(SimOptions(port=port, count=2, speed=1000)))
+    said: list[str] = []
+    task = asyncio.create_task(serve(SimOptions(port=port, count=2, speed=1000), said.append))
     async with aiohttp.ClientSession() as client:
         for offset in (0, 1):
             await _answers(client, f"http://127.0.0.1:{port + offset}/health")
+        assert said == [f"2 engines at 127.0.0.1:{port}-{port + 1}, model sim"]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         with pytest.raises(aiohttp.ClientConnectorError):

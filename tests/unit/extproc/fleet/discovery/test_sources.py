@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from extproc.config.loading import parse
 from extproc.config.schema import Pool
 from extproc.fleet.discovery.endpoints import Discovered
+from extproc.fleet.discovery.sink import Sink
 from extproc.fleet.discovery.sources import Discovery
 
 HANG_S = 60
@@ -149,3 +151,16 @@ async def test_closing_ends_every_task(house: House, pools: Pools, tmp_path: Pat
     task = house.discovery._tasks["p"][1]
     await house.discovery.close()
     assert task.done()
+
+
+def test_a_last_good_list_is_spoken_of_once_there_is_one(house: House) -> None:
+    """Before that, nothing is kept, and to say so would calm where nothing is calm."""
+    sink = Sink("p", lambda *_: None, house)
+    with capture_logs() as logs:
+        sink.failed("bad_file", "gone")
+        sink.found(["10.0.0.1:80"])
+        sink.failed("bad_file", "gone")
+    assert [entry["event"] for entry in logs] == [
+        "endpoints not read; there has been no list yet",
+        "endpoints not read, keeping the last good list",
+    ]
