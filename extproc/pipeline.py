@@ -129,20 +129,22 @@ class Pipeline:
         except Exception:
             log.exception("decision failed")
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
-        return self._refuse(flight, headers, outcome) if isinstance(outcome, Refusal) else outcome
+        return self._refuse(flight, headers, outcome, len(body)) if isinstance(outcome, Refusal) else outcome
 
     async def _decide_inflated(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply:
         """The decision, once a thread has inflated the body. Cancelled with its stream, before anything is taken."""
         plain = await asyncio.to_thread(plain_body, self.generation, headers, body)
         return cast("Reply", self._reply(flight, headers, body, plain))
 
-    def _refuse(self, flight: Flight, headers: Mapping[str, str], refusal: Refusal) -> Answer:
+    def _refuse(
+        self, flight: Flight, headers: Mapping[str, str], refusal: Refusal, body_bytes: int | None = None
+    ) -> Answer:
         path = path_of(headers)
         api = by_path(path)
         self._events.refused_with(refusal.reason, refusal.status)
         self._decisions.add_refusal(self._wall_clock(), flight.request_id, path, refusal, flight.tenant)
         if self._request_log is not None:
-            self._request_log.refused(flight, path, refusal)
+            self._request_log.refused(flight, path, refusal, kind=api.kind if api else None, request_bytes=body_bytes)
         return refuse(refusal, anthropic=api is not None and api.anthropic, grpc=is_grpc(headers))
 
     def _decide(
@@ -214,7 +216,7 @@ class Pipeline:
         chosen_at = perf_counter()
         self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
-            return _no_ready_endpoint(target, decision)
+            return replace(_no_ready_endpoint(target, decision), asked_model=request.asked_model)
         flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
         if plan.response_id is not None:
             most = generation.config.limits.stored_responses

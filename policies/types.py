@@ -88,7 +88,10 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that is not routed, as a value. `type` and `param` are OpenAI's error fields."""
+    """A request that is not routed, as a value. `type` and `param` are OpenAI's error fields.
+
+    `asked_model`: what the client named, if the request was read so far.
+    """
 
     status: int
     type: str
@@ -96,6 +99,7 @@ class Refusal:
     reason: Reason
     param: str | None = None
     retry_after_s: int | None = None
+    asked_model: str | None = None
 
 
 @dataclass(slots=True)

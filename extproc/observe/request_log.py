@@ -121,10 +121,13 @@ class RequestLog:
         """A routed request has ended, and Envoy will not tell how."""
         self._finish(flight, _routed(flight, outcome))
 
-    def refused(self, flight: Flight, path: str, refusal: Refusal) -> None:
-        """We answered with an error."""
+    def refused(
+        self, flight: Flight, path: str, refusal: Refusal, *, kind: str | None = None, request_bytes: int | None = None
+    ) -> None:
+        """We answered with an error. `request_bytes`: of the body, None if it was refused before that came."""
         line = self._answered(flight, path, "refused")
         line.status, line.reason = refusal.status, refusal.reason
+        line.kind, line.asked_model, line.request_bytes = kind, refusal.asked_model, request_bytes
         self._put(line)
 
     def answered(self, flight: Flight, path: str) -> None:

@@ -7,7 +7,7 @@ anything: the same plan serves live requests and `explain`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 from urllib.parse import parse_qs
 
@@ -30,6 +30,8 @@ from extproc.request.stored import PREFIX, StoredResponses
 from policies.types import InferenceRequest, Reason, Refusal
 
 _INVALID = "invalid_request_error"
+_LONGEST_MODEL = 256
+"""As the config takes them: a longer one cannot be served, and must not fill a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def _from_body(
     if parsed.stored is not None:
         refusal = _judge_stored(parsed.stored, stored, incoming.tenant)
         if refusal is not None:
-            return refusal
+            return replace(refusal, asked_model=parsed.model)
         _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)
         if parsed.stored.wanted:
             own_id = parsed.stored.own_id or PREFIX + incoming.request_id
@@ -230,4 +232,4 @@ def _unknown_response(response_id: str, param: str) -> Refusal:
 
 def _unknown_model(model: str) -> Refusal:
     message = f"The model `{model[:200]}` does not exist or is not served here"
-    return Refusal(404, _INVALID, message, Reason.UNKNOWN_MODEL, "model")
+    return Refusal(404, _INVALID, message, Reason.UNKNOWN_MODEL, "model", asked_model=model[:_LONGEST_MODEL])

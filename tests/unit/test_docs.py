@@ -21,6 +21,7 @@ from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS
 from policies.placement.policy import PolicySpec
 from policies.placement.scorers import SCORERS
+from policies.types import Choice, Fallback, Reason
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -165,6 +166,14 @@ def _families() -> list[Metric]:
                "requests_unsettled", "prefill_rates_misread_total")  # fmt: skip
     metrics.observe_state(state, lambda: dict.fromkeys(streams, 0.0), lambda: 0.0)
     return list(metrics.registry.collect())
+
+
+def test_every_reason_is_documented() -> None:
+    """Each word that a refusal, a decision or a fallback may bring into metrics and logs, and no other."""
+    table = METRICS.partition("## Why requests are refused\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(Reason)
+    for word in (*Choice, *Fallback):
+        assert f"`{word}`" in METRICS
 
 
 def _name(family: Metric) -> str:

@@ -15,12 +15,14 @@ import pytest
 
 from extproc.access.gate import gate_of
 from extproc.access.keys import digest_of
+from extproc.config import schema
 from extproc.config.generations import RETRY_ON, Generation
 from extproc.config.loading import parse
 from extproc.config.schema import Access
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight, Flights, Stage
 from extproc.observe.decisions import DecisionLog
+from extproc.observe.request_log import RequestLog
 from extproc.pipeline import Pipeline
 from extproc.reply import Answer, Pending, Route
 from extproc.request.splice import apply
@@ -361,12 +363,49 @@ def test_the_model_list_is_ours(house: House, method: str, path: str) -> None:
 # -- refused
 
 
+def refused_line(house: House, folder: Path, ask: Callable[[], object]) -> dict[str, Any]:
+    """The request log's line of what `ask` has refused."""
+    log = RequestLog(schema.RequestLog(file=folder / "log"), lambda _: house.events, lambda: house.now_s)  # type: ignore[arg-type, return-value]
+    house.pipeline._request_log = log
+    ask()
+    log.close()
+    [line] = (folder / "log").read_text().splitlines()
+    return dict(json.loads(line))
+
+
 def test_an_unknown_path_is_refused(house: House) -> None:
     """404, naming it, cut to a sane length."""
     error = error_of(house.at("POST", "/v1/" + "x" * 10_000))
     assert error["message"].startswith("no such path: /v1/xxx")
     assert len(error["message"]) < 300
     assert house.events.refusals == [("unknown_path", 404)]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [({"messages": [], "model": "nobody"}, "nobody"), ({"messages": [], "model": "m" * 300}, "m" * 256), ({}, None)],
+)
+def test_a_refusals_line_has_what_was_read_of_the_request(
+    house: House, tmp_path: Path, body: dict[str, Any], named: str | None
+) -> None:
+    """For accounting: the API, the model asked for, the body's size."""
+    line = refused_line(house, tmp_path, lambda: house.ask(body))
+    assert (line["kind"], line["asked_model"], line["request_bytes"]) == ("chat", named, len(json.dumps(body)))
+
+
+def test_a_request_that_nobody_can_take_has_its_model_in_its_line(house: House, tmp_path: Path) -> None:
+    """Whose pool it was is what is asked first."""
+    for address in list(house.fleet.addresses()):
+        house.fleet.observe(address, Evidence.DRAIN)
+    line = refused_line(house, tmp_path, lambda: house.ask(chat("gpt-4o")))
+    assert (line["reason"], line["asked_model"]) == ("no_ready_endpoint", "gpt-4o")
+
+
+def test_what_is_refused_before_its_body_comes_has_no_size(house: House, tmp_path: Path) -> None:
+    """Not 0: nobody knows."""
+    house.pipeline.draining = True
+    line = refused_line(house, tmp_path, lambda: house.pipeline.refuse_early(house.flights.open(), POST))
+    assert (line["kind"], line["request_bytes"]) == ("chat", None)
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep", "/reset_prefix_cache", "/v1/chat", "", "/"])
