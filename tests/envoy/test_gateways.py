@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,30 @@ def test_two_turns_meet_on_one_instance(gateway: System) -> None:
     for turn in ("one", "two"):
         httpx.post(f"{gateway.url}/v1/chat/completions", json=chat(f"{history}{turn}"), timeout=HANG_GUARD_S)
     assert gateway.total("pointsman_prefix_matched_tokens_total") > 400
+
+
+@pytest.mark.parametrize(
+    ("shape", "runs_on", "new"),
+    [("kgateway", True, {503}), ("envoy-gateway", False, {500}), ("istio", False, {200, 500})],
+    indirect=["shape"],
+)
+def test_our_death_ends_what_passes_through_us_or_fails_closed(
+    gateway: System, *, runs_on: bool, new: set[int]
+) -> None:
+    """Open and buffered, a running answer goes on. In full duplex it is open until a piece of the body has been sent."""
+    text = ""
+    body = chat(max_tokens=2_000, stream=True)
+    url = f"{gateway.url}/v1/chat/completions"
+    with (
+        suppress(httpx.RemoteProtocolError),
+        httpx.stream("POST", url, json=body, timeout=HANG_GUARD_S) as answer,
+    ):
+        for piece in answer.iter_text():
+            text += piece
+            gateway.process.kill()
+    assert text.endswith("data: [DONE]\n\n") == runs_on
+    gateway.process.wait(HANG_GUARD_S)
+    assert httpx.post(url, json=chat(), timeout=HANG_GUARD_S).status_code in new
 
 
 @pytest.fixture
