@@ -325,7 +325,7 @@ def test_two_turns_meet_on_one_instance(gateway: System) -> None:
 def test_our_death_ends_what_passes_through_us_or_fails_closed(
     gateway: System, *, runs_on: bool, new: set[int]
 ) -> None:
-    """Open and buffered, a running answer goes on. In full duplex it is open until a piece of the body has been sent."""
+    """Open and buffered, a running answer goes on. In full duplex open means: until a piece of the body was sent."""
     text = ""
     body = chat(max_tokens=2_000, stream=True)
     url = f"{gateway.url}/v1/chat/completions"
