@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -161,11 +161,12 @@ def work(cell: Cell, trace: Trace, bounds: Bounds) -> Result:
 
 
 def _replayed(cell: Cell, trace: Trace) -> Run:
-    spec, exact = cell.entrant.spec, cell.entrant.exact
+    one = cell.entrant
+    replay = partial(Replay, spec=one.spec, fleet=cell.fleet, seed=cell.seed, exact=one.exact, policy=one.name)
     if cell.in_flight is not None:
-        return Replay(trace, spec, cell.fleet, seed=cell.seed, exact=exact, in_flight=cell.in_flight).run()
+        return replay(trace, in_flight=cell.in_flight).run()
     paced = trace.at_rate(cell.rate, cell.seed)
-    return Replay(paced, spec, cell.fleet, seed=cell.seed, exact=exact, sample_s=paced.span_s / _SAMPLES).run()
+    return replay(paced, sample_s=paced.span_s / _SAMPLES).run()
 
 
 _equipment: tuple[Mapping[str, Trace], Bounds] | None = None

@@ -137,6 +137,7 @@ class Replay:
     """One trace, one policy, one fleet. `in_flight`: keep so many requests under way instead of following arrivals.
 
     `exact`: the policy is told what the engines really hold. `sample_s`: look at the fleet this often.
+    `policy`: its name, for messages.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Replay:
         in_flight: int | None = None,
         exact: bool = False,
         sample_s: float | None = None,
+        policy: str = "replay",
     ) -> None:
         self._trace = trace.fitted(fleet.capacity_tokens)
         self._fleet = fleet
@@ -163,7 +165,7 @@ class Replay:
         self._exact = EngineIndex(tokens, self._held_by) if exact else None
         self._placement = Placement(
             "replay",
-            spec.build("replay"),
+            spec.build(policy),
             PrefixIndex(tokens) if self._exact is None else self._exact,
             Ledger(PROFILES[fleet.hardware]),
             filters=spec.filters,

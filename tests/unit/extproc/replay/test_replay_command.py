@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from extproc.cli import cli
+from extproc.replay.entrants import Entrant
+from policies.placement.policy import FormulaSpec, Scored
+from policies.placement.view import View
 
 _SMALL = ["replay", "generated", "--offline", "--requests", "60", "--engines", "2", "--jobs", "1"]
 
@@ -81,6 +85,23 @@ def test_what_does_not_go_together_is_refused(arguments: list[str], says: str) -
     result = _run(*arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+class _Broken(FormulaSpec):
+    """Another package's policy that divides by nothing."""
+
+    def scored(self, view: View) -> Scored:
+        return np.full(len(view.slots), np.nan), {}
+
+
+def test_a_policy_whose_scores_are_none_ends_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line, not in a random number generator's words."""
+    monkeypatch.setattr("extproc.replay.run.entrants", lambda *_, **__: [Entrant("theirs", _Broken())])
+    result = _run("--rate", "20", "--policies", "theirs")
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("policy 'theirs' ranks ")
+    assert "with a score of nan; scores must be finite" in line
 
 
 def test_sessions_that_wait_have_no_load(tmp_path: Path) -> None:
