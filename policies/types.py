@@ -170,8 +170,9 @@ class Reservation:
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
-    `pending` while its first token is not known to have come. The index's: `blocks` are pinned for it, in that `stay`;
-    the first `idle_blocks` of them were there before, and not just by word of another request under way.
+    `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet. The
+    index's: `blocks` are pinned for it, in that `stay`; the first `idle_blocks` of them were there before, and not just
+    by word of another request under way.
     """
 
     slot: int
@@ -181,6 +182,7 @@ class Reservation:
     work: float = 0.0
     backlog: float = 0.0
     pending: bool = False
+    crowded: bool = False
     blocks: Sequence[int] = ()
     stay: int = 0
     idle_blocks: int = 0

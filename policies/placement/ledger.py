@@ -89,8 +89,12 @@ class Ledger:
     def timed(self, reservation: Reservation, ttft_s: float) -> None:
         """Told afterwards how long the first token took: the backlog it found and its own work were done by then.
 
-        A rate thought too high understates the backlog and so brings itself down, one too low the other way.
+        A rate thought too high understates the backlog and so brings itself down, one too low the other way. A crowded
+        request teaches nothing: it waited for room, which is not the engine's pace (measured in overload: taking that
+        for slowness costs a sixth of the goodput).
         """
+        if reservation.crowded:
+            return
         self._learn(reservation.slot, reservation.backlog + reservation.work, ttft_s)
 
     def answered(self, output_tokens: int) -> None:

@@ -111,14 +111,22 @@ class Placement:
             prompt_tokens=request.input_tokens,
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
-        self._book(request, reservation, now_s)
+        self._book(request, reservation, state, now_s)
         return reservation
 
-    def _book(self, request: InferenceRequest, reservation: Reservation, now_s: float) -> None:
+    def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
         pin = self.index.pin(reservation.slot, request.block_hashes, request.block_tokens)
         reservation.blocks = request.block_hashes
         reservation.stay, reservation.idle_blocks = pin
+        reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
+
+    def _is_crowded(self, slot: int, state: FleetState) -> bool:
+        """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""
+        running = int(state.in_flight[slot])
+        answers = 0.5 * self.ledger.expected_output_tokens * running
+        tokens = int(state.in_flight_prompt_tokens[slot]) + answers
+        return tokens > state.kv_capacity_tokens[slot] or running > self.ledger.profile.max_num_seqs
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -149,7 +157,7 @@ class Placement:
         uncached = max(0, request.input_tokens - int(here[0]))
         moved = state.move(reservation, slot, uncached_tokens=uncached)
         if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
-            self._book(request, moved, now_s)
+            self._book(request, moved, state, now_s)
         return moved
 
     def _filter(self, view: View) -> tuple[View, Filtered]:

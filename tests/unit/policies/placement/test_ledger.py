@@ -88,6 +88,15 @@ def test_a_time_that_cannot_be_teaches_nothing(ttft_s: float) -> None:
     assert ledger.misreadings == 1
 
 
+def test_a_request_that_waited_for_room_teaches_nothing() -> None:
+    """An engine with a full cache is not a slow one."""
+    ledger = Ledger(_PROFILE)
+    reservation = _placed(ledger, 0, 2_000, 0.0)
+    reservation.crowded = True
+    ledger.timed(reservation, 30.0)
+    assert ledger.rate(_slots(0)).tolist() == [1_000]
+
+
 def test_what_was_learned_is_a_profile_again() -> None:
     """For another fleet of the same hardware: rate and length as seen, the rest as it was."""
     ledger = Ledger(_PROFILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -136,3 +137,17 @@ def test_what_others_run_is_not_believed_for_long(view_of: Views, state: FleetSt
     state.scraped(1, waiting=5, running=15, kv_used=0.4, now_s=600.0)
     assert _terms(view_of(now_s=600.0))["stall"][1] == pytest.approx(2.0)
     assert _terms(view_of(now_s=700.0))["stall"] == [0.0] * 4
+
+
+def test_who_finds_an_engine_full_is_marked_as_crowded(state: FleetState, request_of: Requests) -> None:
+    """By tokens: 10,000 fit, and the tenth of 1,000 each comes on top of half-written answers; by places, the third."""
+    for profile, first in ((_PLAIN, 9), (replace(_PLAIN, max_num_seqs=2), 2)):
+        state.in_flight[:] = state.in_flight_prompt_tokens[:] = 0
+        placement = Placement("p", MarginalCost(), PrefixIndex(10_000), Ledger(profile))
+        placement.set_members([0])
+        marks = []
+        for number in range(10):
+            decision = placement.choose(request_of(), state, 0.0, Random(number))
+            assert isinstance(decision, Decision)
+            marks.append(placement.commit(decision, request_of(), state, 0.0).crowded)
+        assert marks == [False] * first + [True] * (10 - first)
