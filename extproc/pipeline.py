@@ -126,8 +126,8 @@ class Pipeline:
         """`plain`: the body as `plain_body` gave it; None to have it inflated, here or beside the loop."""
         try:
             outcome = self._decide(flight, headers, body, plain)
-        except Exception:
-            log.exception("decision failed")
+        except Exception as error:
+            log.exception("decision failed", error=str(error))
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
         return self._refuse(flight, headers, outcome, len(body)) if isinstance(outcome, Refusal) else outcome
 

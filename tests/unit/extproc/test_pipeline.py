@@ -11,7 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from extproc.access.gate import gate_of
 from extproc.access.keys import digest_of
@@ -28,6 +30,8 @@ from extproc.reply import Answer, Pending, Route
 from extproc.request.splice import apply
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
+from policies.placement.policy import FormulaSpec, Scored
+from policies.placement.view import View
 from vllm_adapters.health import Listing
 
 CONFIG = """
@@ -361,6 +365,21 @@ def test_the_model_list_is_ours(house: House, method: str, path: str) -> None:
 
 
 # -- refused
+
+
+def test_a_policy_whose_scores_are_none_costs_a_500_and_is_named(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the log; the client learns nothing of our policies, and nothing is taken."""
+
+    class Broken(FormulaSpec):
+        def scored(self, view: View) -> Scored:
+            return np.full(len(view.slots), np.nan), {}
+
+    monkeypatch.setattr(house.fleet.placements["chat"], "policy", Broken().build("theirs"))
+    with capture_logs() as logs:
+        error = error_of(house.ask(chat()))
+    assert (error["code"], house.events.refusals) == ("internal_error", [("internal_error", 500)])
+    assert [entry["error"].partition(" ranks ")[0] for entry in logs] == ["policy 'theirs'"]
+    assert house.booked()[0] == 0
 
 
 def refused_line(house: House, folder: Path, ask: Callable[[], object]) -> dict[str, Any]:
