@@ -125,7 +125,7 @@ def test_explain_tells_what_would_happen_and_changes_nothing(
     body = json.dumps(chat("a question worth explaining " * 40))
     said = [httpx.post(f"{system.admin_url}/v1/explain", content=body).json() for _ in range(3)]
     assert {candidate["endpoint"] for candidate in said[0]["candidates"]} == {engine.address for engine in pair}
-    assert said[0]["candidates"][0]["parts"].keys() >= {"prefix_affinity", "queue_depth"}
+    assert said[0]["candidates"][0]["parts"].keys() >= {"own", "stall", "decode"}
     assert said[0] == said[1] == said[2]
     assert system.total("pointsman_decisions_total") == 0
     assert all(engine["indexed_tokens"] == {"chat": 0} for engine in system.fleet().values())
