@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.placement.profiles import Profile
-from policies.types import Floats, Reservation, Slots
+from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots
 
+_GENERATE = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
 _RATE_MEMORY_S = 30.0
 """Seconds of prefilling after which an observation counts 1/e."""
 _PRIOR_S = 2.0
@@ -133,6 +134,13 @@ class Ledger:
         """Mean length of an answer."""
         prior_tokens = _PRIOR_REQUESTS * self.profile.output_tokens
         return (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
+
+    def answer_tokens(self, request: InferenceRequest) -> float:
+        """How long its answer will be, as far as the request allows it; none where nothing is generated."""
+        if request.kind not in _GENERATE:
+            return 0.0
+        expected = self.expected_output_tokens
+        return expected if request.max_tokens is None else min(expected, float(request.max_tokens))
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, and the answers' length."""

@@ -85,7 +85,7 @@ class MarginalCost:
         spec, ledger, slots = self._spec, view.ledger, view.slots
         profile = ledger.profile
         prompt = view.request.input_tokens
-        answer = _answer_tokens(view)
+        answer = ledger.answer_tokens(view.request)
         uncached = np.maximum(prompt - view.matched_tokens, 0.0)
         rate = ledger.rate(slots)
         prefill_s = profile.work(prompt, uncached) / rate
@@ -142,9 +142,3 @@ def _cheapest_holders(view: View, cost: Floats) -> Mask | None:
     of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
     level: Mask = of_holders <= of_holders.min() + _LEVEL_S
     return level
-
-
-def _answer_tokens(view: View) -> float:
-    """The answer's expected length, as far as the request allows it."""
-    expected, allowed = view.ledger.expected_output_tokens, view.request.max_tokens
-    return expected if allowed is None else min(expected, float(allowed))

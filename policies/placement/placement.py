@@ -6,8 +6,9 @@ already finds the first one's blocks in the index and its load on the endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import isfinite
 from random import Random
 
@@ -50,6 +51,7 @@ class Placement:
         self.ledger = ledger or Ledger()
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
+        self._own_blocks = count(-1, -1)  # no hash is negative
         self.use(policy, filters=filters)
 
     def use(self, policy: Policy, *, filters: Iterable[str] = (), index_tokens: int | None = None) -> None:
@@ -115,11 +117,21 @@ class Placement:
         return reservation
 
     def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
-        pin = self.index.pin(reservation.slot, request.block_hashes, request.block_tokens)
-        reservation.blocks = request.block_hashes
-        reservation.stay, reservation.idle_blocks = pin
+        blocks, tokens = self._blocks_of(request)
+        reservation.blocks = blocks
+        reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
+
+    def _blocks_of(self, request: InferenceRequest) -> tuple[Sequence[int], Sequence[int]]:
+        """What the request will have in the cache: its prompt's blocks, and one of its own for all that is in none.
+
+        That is the end of the prompt and the answer. Nobody can hit it, but it takes room and pushes prefixes out.
+        """
+        rest = request.input_tokens - sum(request.block_tokens) + round(self.ledger.answer_tokens(request))
+        if rest <= 0:
+            return request.block_hashes, request.block_tokens
+        return [*request.block_hashes, next(self._own_blocks)], [*request.block_tokens, rest]
 
     def _is_crowded(self, slot: int, state: FleetState) -> bool:
         """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""

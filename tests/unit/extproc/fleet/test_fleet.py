@@ -99,7 +99,9 @@ class House:
 
     def place(self, pool: str = "m") -> tuple[str, Reservation]:
         """Send one request of three blocks."""
-        request = InferenceRequest(Kind.CHAT, pool, pool, 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100])
+        request = InferenceRequest(
+            Kind.EMBEDDING, pool, pool, 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100]
+        )
         placement = self.fleet.placements[pool]
         decision = placement.choose(request, self.state, self.now_s, Random(1))
         assert isinstance(decision, Decision)
@@ -550,7 +552,7 @@ def test_a_request_from_before_a_reload_moves_by_what_is_true_after_it(house: Ho
     """Who joined since gets load and credit; who left since does not, for nobody would take them back."""
     house.bring_up("m", A)
     placement = house.fleet.placements["m"]
-    request = InferenceRequest(Kind.CHAT, "m", "m", 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100])
+    request = InferenceRequest(Kind.EMBEDDING, "m", "m", 300, block_hashes=[1, 2, 3], block_tokens=[100, 100, 100])
     _, reservation = house.place()
     house.fleet.configure(config("m", m="policy: round-robin"))
     house.bring_up("m", A, B)

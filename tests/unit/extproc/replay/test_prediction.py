@@ -1,24 +1,31 @@
 """How far the router's prefix index can be wrong about an engine, and why.
 
 The index learns of a prompt when it is placed; the engine has its blocks when they are computed. So what is on its way
-counts as held. Beyond that: an engine's cache also has answers and half-full blocks in it, of which the index knows
-nothing, and these push prefixes out. An index of exactly the engine's size can promise at most as many blocks too many
-as the engine has of those (and free ones). That is counting: both have the same number of places.
+counts as held. Beyond that, answers and half-full blocks push prefixes out of an engine's cache. The index makes room
+for as much of them as it expects; where it expects what comes, it promises a block too many at most. Where answers are
+longer than expected it can be wrong by the places it does not know of, and no more: both have the same number.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.replay import offline
 from extproc.replay.entrants import entrants
 from extproc.replay.offline import Fleet, Replay
 from extproc.replay.traces import Trace, TraceRequest
+from policies.types import InferenceRequest
 
 _BLOCK = 16
 _NAMES = st.integers(0, 3)
+_AsAsked = Callable[[TraceRequest, int], InferenceRequest]
 
 
 class _Watched(Replay):
@@ -79,6 +86,38 @@ def _compared(trace: Trace, *, blocks: int, policy: str = "default") -> list[tup
 def test_without_evictions_every_promise_is_kept_or_on_its_way(trace: Trace) -> None:
     """The cache holds everything there is: what is promised is there, or in a prompt under way on that engine."""
     assert all(promised == held for promised, held, _ in _compared(trace, blocks=1000))
+
+
+@settings(max_examples=150, deadline=None)
+@given(_traces(), st.integers(16, 30))
+def test_where_answers_are_as_long_as_allowed_promises_exceed_by_the_block_in_flight_at_most(
+    trace: Trace, blocks: int
+) -> None:
+    """Evictions all the time, and every request says how long its answer will be: the index makes room for it.
+
+    What it cannot know is how the engine rounds half-full blocks.
+    """
+    for promised, held in _compared_with_known_answers(trace, blocks=blocks):
+        assert promised - held <= 1
+
+
+def _compared_with_known_answers(trace: Trace, *, blocks: int) -> list[tuple[int, int]]:
+    fleet = Fleet(engines=2, kv_capacity_tokens=blocks * _BLOCK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "_as_asked", functools.partial(_limited, offline._as_asked))
+        replay = _Watched(trace, entrants(["default"])[0].spec, fleet)
+        ledger = replay._placement.ledger
+        ledger.profile = dataclasses.replace(ledger.profile, output_tokens=1e6)  # no answer is expected to be shorter
+        replay.run()
+    return [(promised, held) for promised, held, _ in replay.compared]
+
+
+def _limited(
+    as_asked: Callable[[TraceRequest, int], InferenceRequest], request: TraceRequest, block_tokens: int
+) -> InferenceRequest:
+    asked = as_asked(request, block_tokens)
+    asked.max_tokens = request.output_tokens
+    return asked
 
 
 @settings(max_examples=150, deadline=None)

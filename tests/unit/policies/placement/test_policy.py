@@ -17,7 +17,7 @@ from policies.placement.prefix_index import PrefixIndex
 from policies.placement.rotation import ConsistentHash, RoundRobin, WeightedRoundRobin
 from policies.placement.view import View
 from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec, bounded_weights
-from policies.types import Choice, Decision, InferenceRequest
+from policies.types import Choice, Decision, InferenceRequest, Kind
 
 Requests = Callable[..., InferenceRequest]
 _BLOCKS = {"block_hashes": [1, 2, 3], "block_tokens": [300, 300, 300]}
@@ -230,10 +230,10 @@ def test_moving_a_request_moves_its_credit(state: FleetState, request_of: Reques
 def test_credit_leaves_the_endpoint_that_failed(state: FleetState, request_of: Requests) -> None:
     """It never saw the prompt, so the next turn must not be drawn to it; what it held before stays."""
     placement = _placement(Weighted(_DEFAULT))
-    held = request_of(block_hashes=[1], block_tokens=[300], input_tokens=300)
+    held = request_of(block_hashes=[1], block_tokens=[300], input_tokens=300, kind=Kind.EMBEDDING)
     first = _place(placement, held, state, Random(1)).order[0]
     state.in_flight[:4] = 0
-    request = request_of(**_BLOCKS)
+    request = request_of(**_BLOCKS, input_tokens=900, kind=Kind.EMBEDDING)
     decision = placement.choose(request, state, 0.0, Random(1))
     assert isinstance(decision, Decision)
     assert decision.order[0] == first
@@ -284,3 +284,14 @@ def test_the_only_candidate_needs_no_other_reason(state: FleetState, request_of:
     decision = _placement(Weighted(_DEFAULT)).choose(request_of(**_BLOCKS), state, 0.0, Random(1))
     assert isinstance(decision, Decision)
     assert decision.choice is Choice.ONLY_CANDIDATE
+
+
+def test_answers_take_room_in_the_index(state: FleetState, request_of: Requests) -> None:
+    """What they and the ends of prompts fill is lost to prefixes; an embedding has no answer."""
+    for kind, max_tokens, held in ((Kind.CHAT, None, 1_300), (Kind.CHAT, 40, 1_040), (Kind.EMBEDDING, None, 1_000)):
+        placement = _placement(RoundRobin())
+        request = request_of(**_BLOCKS, kind=kind, max_tokens=max_tokens)
+        slot = _place(placement, request, state, Random(1)).order[0]
+        assert placement.index.held_tokens(slot) == held
+        other = request_of(**_BLOCKS, kind=kind)
+        assert placement.index.match(other.block_hashes, other.block_tokens, np.array([slot])).tolist() == [900]
