@@ -4,9 +4,9 @@ Per endpoint exactly what its KV cache can hold, in tokens: an index four times 
 gains (the engine has long evicted what the index still promises). As in the engine, blocks of prompts in flight are
 *pinned*: they cannot be evicted. When the last request that uses a block ends it becomes *idle*, tail of the prompt
 first, and the longest idle is evicted first. Answers take room there too; who books a request adds a block of its own
-for what is in no block of the prompt (placement.py). Rejected: one LRU aged from the decision on. Near overload it forgets
-prompts whose requests still run and keeps others the engine has dropped; by simulation the mirror saves 12 % of
-latency end to end at 105 % load, and beats even exact events from the engine, which do not tell of blocks that are
+for what is in no block of the prompt (placement.py). Rejected: one LRU aged from the decision on. Near overload it
+forgets prompts whose requests still run and keeps others the engine has dropped; by simulation the mirror saves 12 %
+of latency end to end at 105 % load, and beats even exact events from the engine, which do not tell of blocks that are
 under way.
 
 Beside the shelves one map hash -> bitmask of slots, so that a walk costs one look-up per block however many endpoints
