@@ -12,7 +12,8 @@ Seconds, lower wins. The terms, for a request of L prompt tokens of which the en
     band       -affinity_band_s                      for the cheapest holder of more than half of the prompt
 
 `work` includes attention (profiles.py), backlog and rate are the ledger's. The band is there because a prediction is
-never so exact that a cache should be given up for less.
+never so exact that a cache should be given up for less; but not for a holder with far more to do than the others, or
+one hot prefix would keep everybody on one endpoint while the rest idle.
 
 Without stall and decode this is predicted TTFT, which is worse end to end than a good heuristic: it sends long
 prompts where they hurt others. Rejected as well: normalised weighted scores (no unit, so no honest trade-off between
@@ -37,6 +38,8 @@ _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
 _NEARLY_MOST = 0.9
 """Endpoints that hold this much of what the best one holds are holders as well."""
+_SPILL_FACTOR, _SPILL_REQUESTS = 1.5, 4.0
+"""A holder above so many times the mean load, and so many requests, has no band: a hot prefix spreads."""
 _LEVEL_S = 1e-9
 """Costs closer than this differ by rounding alone."""
 
@@ -134,11 +137,15 @@ def _others(view: View) -> tuple[Floats, Floats]:
 
 
 def _cheapest_holders(view: View, cost: Floats) -> Mask | None:
-    """Which endpoint is the cheapest of those that hold most of the prompt (several, if level); None if none does."""
+    """Which endpoint is the cheapest of those that hold most of the prompt (several, if level); None if none does.
+
+    Not one that has far more to do than others: it holds what everybody asks for, and others must come to hold it too.
+    """
     matched = view.matched_tokens
     most = matched.max()
     if most <= _HELD_SHARE * view.request.input_tokens:
         return None
     of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
+    load = view.in_flight
     level: Mask = of_holders <= of_holders.min() + _LEVEL_S
-    return level
+    return level & (load <= _SPILL_FACTOR * (load.sum() / len(load)) + _SPILL_REQUESTS)

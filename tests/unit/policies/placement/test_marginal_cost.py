@@ -151,3 +151,21 @@ def test_who_finds_an_engine_full_is_marked_as_crowded(state: FleetState, reques
             assert isinstance(decision, Decision)
             marks.append(placement.commit(decision, request_of(), state, 0.0).crowded)
         assert marks == [False] * first + [True] * (10 - first)
+
+
+def test_a_hot_prefix_spreads_once_its_holder_is_loaded(state: FleetState, request_of: Requests) -> None:
+    """48 requests with the same 2,000 tokens before a tail of their own: the first holder gets no more than half."""
+    state.kv_capacity_tokens[:] = 400_000
+    placement = Placement("p", MarginalCost(), PrefixIndex(400_000), Ledger())
+    placement.set_members(range(4))
+    counts: Counter[int] = Counter()
+    for number in range(48):
+        request = request_of(
+            input_tokens=2_060, max_tokens=40, block_hashes=[1, 100 + number], block_tokens=[2_000, 60]
+        )
+        decision = placement.choose(request, state, 0.2 * number, Random(number))
+        assert isinstance(decision, Decision)
+        placement.commit(decision, request, state, 0.2 * number)
+        counts[decision.order[0]] += 1
+    assert max(counts.values()) <= 24
+    assert len(counts) >= 2
