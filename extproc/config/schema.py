@@ -495,7 +495,7 @@ class Probe(Model):
         description="failed requests keep an endpoint out for this, doubled with each fall in a row",
     )
     trial: bool = Field(True, description="an endpoint takes traffic only once a generation of ours was answered")
-    trial_timeout_ms: Positive = 10_000
+    trial_timeout_ms: Positive = 30_000
     no_progress_ms: Positive = Field(10_000, description="an engine with requests that does no step for this is stuck")
     warm_up_requests: int = Field(
         0, ge=0, le=1_000_000, description="a cold engine's share of the traffic grows over so many"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import System, free_ports
-from real_engines import Vllm
+from real_engines import START_GUARD_S, Vllm
 
 DRAIN_S = 120
 """How long a server told to stop finishes what it has begun."""
@@ -53,7 +53,8 @@ def make_real_system(tmp_path: Path) -> Iterator[Callable[..., System]]:
         system = System(folder, {"pools": [entry | (pool or {})], **config})
         made.append(system)
         system.start()
-        system.wait_pickable(*(server.address for server in servers))
+        # the first generation after a start takes long on a busy machine, and it is our trial
+        system.wait_pickable(*(server.address for server in servers), within_s=START_GUARD_S)
         return system
 
     yield make

@@ -168,7 +168,7 @@ class System:
         """Our count per endpoint."""
         return {address: endpoint["in_flight"] for address, endpoint in self.fleet().items()}
 
-    def wait_pickable(self, *addresses: str) -> None:
+    def wait_pickable(self, *addresses: str, within_s: float = HANG_GUARD_S) -> None:
         """Until every one of `addresses` may be picked."""
         eventually(
             lambda: all(
@@ -176,6 +176,7 @@ class System:
                 for address in addresses
             ),
             f"{addresses} may be picked",
+            within_s=within_s,
         )
 
     def decision(self, request_id: str) -> dict[str, Any]:

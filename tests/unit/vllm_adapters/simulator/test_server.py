@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -264,9 +266,19 @@ async def test_killing_drops_every_connection(server: SimulatedServer, client: a
         await asking
 
 
-async def test_serve_runs_a_fleet_until_cancelled(unused_tcp_port_factory: Callable[[], int]) -> None:
+def _two_free_ports() -> int:
+    """The first of two, below the range from which outgoing connections take theirs."""
+    for port in range(23_000, 31_000, 2):
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 1))
+            return port
+    raise AssertionError("no two ports are free")
+
+
+async def test_serve_runs_a_fleet_until_cancelled() -> None:
     """Consecutive ports, independent engines."""
-    port = unused_tcp_port_factory()
+    port = _two_free_ports()
     said: list[str] = []
     task = asyncio.create_task(serve(SimOptions(port=port, count=2, speed=1000), said.append))
     async with aiohttp.ClientSession() as client:
