@@ -147,5 +147,6 @@ def _cheapest_holders(view: View, cost: Floats) -> Mask | None:
         return None
     of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
     load = view.in_flight
-    level: Mask = of_holders <= of_holders.min() + _LEVEL_S
-    return level & (load <= _SPILL_FACTOR * (load.sum() / len(load)) + _SPILL_REQUESTS)
+    level = of_holders <= of_holders.min() + _LEVEL_S
+    banded: Mask = level & (load <= _SPILL_FACTOR * (load.sum() / len(load)) + _SPILL_REQUESTS)
+    return banded
