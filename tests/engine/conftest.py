@@ -33,8 +33,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Vllm]]:
 def two_servers(servers: list[Vllm]) -> list[Vllm]:
     """Both of them up, whatever the test before did to them."""
     for server in servers:
-        if server.process.poll() is not None:
-            server.kill()  # what is left of its group
+        if server.leaving or server.process.poll() is not None:
+            # one that drains lists its model to the end, and takes no request
+            server.kill()
             server.start()
     for server in servers:
         server.wait_ready()

@@ -120,6 +120,7 @@ class Vllm:
 
     def start(self) -> None:
         """Start (again) on the same port."""
+        self.leaving = False
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
@@ -155,6 +156,7 @@ class Vllm:
 
     def terminate(self) -> None:
         """SIGTERM to the server alone, as an orchestrator would send it."""
+        self.leaving = True
         self.process.terminate()
 
     def kill(self) -> None:
