@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,8 +114,7 @@ class Ledger:
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
         self._reach_all(slots)
-        prior = self.profile.prefill_tokens_per_s
-        rates: Floats = (self.rate_work[slots] + _PRIOR_S * prior) / (self.rate_time_s[slots] + _PRIOR_S)
+        rates: Floats = self._with_prior(self.rate_work[slots], self.rate_time_s[slots])
         return rates
 
     def backlog(self, slots: Slots, rates: Floats, now_s: float) -> Floats:
@@ -144,15 +144,18 @@ class Ledger:
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, and the answers' length."""
-        prior = self.profile
-        rate = (self.rate_work.sum() + _PRIOR_S * prior.prefill_tokens_per_s) / (self.rate_time_s.sum() + _PRIOR_S)
+        rate = self._with_prior(self.rate_work.sum(), self.rate_time_s.sum())
         return replace(
-            prior,
+            self.profile,
             prefill_tokens_per_s=round(float(rate), 1),
             output_tokens=round(self.expected_output_tokens, 1),
         )
 
     # -- inside
+
+    def _with_prior(self, work: Any, time_s: Any) -> Any:  # noqa: ANN401 - numbers or arrays of them
+        """The rate that was observed, pulled towards the profile's."""
+        return (work + _PRIOR_S * self.profile.prefill_tokens_per_s) / (time_s + _PRIOR_S)
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
         time_s = max(time_s, _SHORTEST_S)
@@ -175,8 +178,7 @@ class Ledger:
 
     def _settle(self, slot: int, now_s: float) -> float:
         """Let the bucket leak up to now."""
-        prior = self.profile.prefill_tokens_per_s
-        rate = (self.rate_work[slot] + _PRIOR_S * prior) / (self.rate_time_s[slot] + _PRIOR_S)
+        rate = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
         left = float(self.bucket[slot] - rate * (now_s - self.bucket_at_s[slot]))
         backlog = min(max(left, 0.0), float(self.pending_work[slot]))
         self.bucket[slot], self.bucket_at_s[slot] = backlog, now_s

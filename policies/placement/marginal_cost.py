@@ -8,7 +8,6 @@ Seconds, lower wins. The terms, for a request of L prompt tokens of which the en
     decode     decode_weight * O * (c n + d T)       its own answer of O tokens is slower beside n requests of T tokens
     eviction   eviction_weight * u / rate * fade     idle prefixes pushed out that others may still want
     overflow   overflow_s * excess                   of KV cache or batch places: it would wait inside the engine
-
     band       -affinity_band_s                      for the cheapest holder of more than half of the prompt
 
 `work` includes attention (profiles.py), backlog and rate are the ledger's. The band is there because a prediction is
@@ -18,7 +17,7 @@ one hot prefix would keep everybody on one endpoint while the rest idle.
 Without stall and decode this is predicted TTFT, which is worse end to end than a good heuristic: it sends long
 prompts where they hurt others. Rejected as well: normalised weighted scores (no unit, so no honest trade-off between
 a queue and a cache) and a learned regressor (needs a training set per fleet, and nobody can say why it chose).
-Formula and constants were found by simulation on public traces; docs/placement.md has the tables.
+Formula and constants were found by simulation on public traces; docs/benchmarks.md has the tables.
 """
 
 from __future__ import annotations
@@ -78,7 +77,8 @@ class MarginalCost:
         if holders is not None:
             parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
             cost += parts["band"]
-        return ranking(view, -cost, parts, max_score(-cost, length, view.rng))
+        scores = -cost
+        return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
