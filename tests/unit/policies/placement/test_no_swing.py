@@ -131,7 +131,7 @@ class World:
 def test_late_figures_swing_no_preset(name: str) -> None:
     """In every window of 2.5 s (about 50 requests) each gets its half, give or take chance."""
     shares = World(PRESETS[name]).run()
-    assert all(0.25 <= share <= 0.75 for share in shares), shares
+    assert all(0.4 <= share <= 0.6 for share in shares), shares
 
 
 class _LastMinute(FormulaSpec):
