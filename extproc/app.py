@@ -33,7 +33,6 @@ from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.discovery.files import follow_file
 from extproc.fleet.discovery.sources import Discovery
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.watchers import Watchers
 from extproc.flight import Flights
 from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
@@ -41,6 +40,9 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
 from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
+from extproc.senses.inbox import Inbox
+from extproc.senses.link import Senses
+from extproc.senses.messages import Target
 from extproc.wire.access_log import AccessLog
 from extproc.wire.grpc_server import (
     ACCESS_LOG,
@@ -100,7 +102,8 @@ class App:
         )
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
-        self._watchers = Watchers(self.fleet, self.metrics, config)
+        self._senses = Senses(Inbox(self.fleet, self.metrics, time.monotonic), self.metrics, config)
+        self.fleet.on_suspicion = self._senses.probe_now
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,6 +119,7 @@ class App:
         self._server = envoy_server(
             config.listen, self._handlers(), largest_body_bytes=config.limits.request_body_bytes
         )
+        self._senses.start()  # first, since it has to import what it needs while we go on
         await self._admin.start()
         await self._health.start()
         self._apply(self.generation)
@@ -147,7 +151,7 @@ class App:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._health.set_serving(serving=False)  # after the tick is gone, which says so too
         await self._discovery.close()
-        await self._watchers.close()
+        await self._senses.close()
         await self._server.stop(_STOP_GRACE_S)
         await self._health.stop()
         await self._admin.stop()
@@ -161,11 +165,18 @@ class App:
             try:
                 self.fleet.tick()
                 self.flights.expire()
-                self._watchers.watch(self.fleet.addresses())
+                self._watch()
                 await self._health.set_serving(serving=self.ready()[0])
             except Exception:
                 log.exception("tick failed")  # and goes on: without it nothing would ever be let go
             await asyncio.sleep(_TICK_S)
+
+    def _watch(self) -> None:
+        """Have the senses watch what is listed now."""
+        fleet = self.fleet
+        self._senses.watch(
+            [Target(address, fleet.assumed_by_grpc(address) is not None) for address in fleet.addresses()]
+        )
 
     # -- generations
 
@@ -182,12 +193,12 @@ class App:
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
         self.flights.max_unsettled = config.limits.unsettled_requests
-        self._watchers.configure(config)
+        self._senses.configure(config)
         self._publisher.configure(config, clusters)
         self._discovery.configure(config.pools)
         for name in gone:  # after discovery has ended too: it counts by pool
             self.metrics.pool_gone(name)
-        self._watchers.watch(self.fleet.addresses())
+        self._watch()
         self._keep(config)
 
     def _set_gate(self) -> None:
@@ -204,7 +215,7 @@ class App:
 
     def _discovered(self, pool: str, endpoints: list[Discovered]) -> None:
         self.fleet.set_endpoints(pool, endpoints)
-        self._watchers.watch(self.fleet.addresses())
+        self._watch()
 
     def _on_config(self, _text: str | None) -> None:
         """The config file has (perhaps) changed."""
@@ -301,6 +312,7 @@ _FIXED_PARTS = (
     "observe.metrics",
     # held by parts that live as long as the process
     "limits.endpoints",
+    "limits.senses_buffer_bytes",
     "observe.decisions",
     "observe.log",
     "observe.request_log",

@@ -80,7 +80,7 @@ def up(
     _refuse_files(config, file_faults(loaded))
     try:
         refuse_taken_address(loaded.listen.http)
-        configure_logging(loaded.observe.log)
+        configure_logging(loaded.observe.log.level, loaded.observe.log.format)
         asyncio.run(Launcher(loaded, config.resolve(), concurrency=concurrency).run())
     except (AddressTaken, ChildFailed, NoEnvoy) as error:
         _fail(str(error))
@@ -104,7 +104,7 @@ def serve(
     except ConfigError as error:
         _fail(str(error))
     _refuse_files(config, file_faults(loaded, of_envoy=False))
-    configure_logging(loaded.observe.log)
+    configure_logging(loaded.observe.log.level, loaded.observe.log.format)
     if faults:
         log.error("the config file is not valid: started with the last good one", faults=faults)
     raise_file_limit()

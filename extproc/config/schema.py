@@ -513,6 +513,9 @@ class Limits(Model):
     xds_streams: Positive = Field(
         1_024, description="one per Envoy; one per Envoy and pool beside its own control plane"
     )
+    senses_buffer_bytes: Positive = Field(
+        8 * 1024 * 1024, description="reports of the senses that wait to be taken; figures beyond it are dropped"
+    )
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 

@@ -7,12 +7,10 @@ import sys
 
 import structlog
 
-from extproc.config.schema import Log
 
-
-def configure_logging(config: Log) -> None:
-    """Set level and form for the whole process. Logs go to stderr, so that stdout stays for answers."""
-    console = sys.stderr.isatty() if config.format == "auto" else config.format == "console"
+def configure_logging(level: str, form: str) -> None:
+    """Set level and form (`observe.log`) for the process. Logs go to stderr, so that stdout stays for answers."""
+    console = sys.stderr.isatty() if form == "auto" else form == "console"
     # Plain tracebacks: the pretty ones print the variables of every frame, and with them prompts and keys.
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -27,7 +25,7 @@ def configure_logging(config: Log) -> None:
             structlog.processors.format_exc_info if not console else structlog.stdlib.PositionalArgumentsFormatter(),
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[config.level.upper()]),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )

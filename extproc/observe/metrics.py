@@ -84,6 +84,9 @@ class Metrics:
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
+        self._senses_up = self._gauge("senses_up", "1 while the process that watches the engines can be heard")
+        self._senses_losses = self._counter("senses_losses", "Times it fell or hung, and was started again")
+        self._senses_dropped = self._counter("senses_dropped", "Figures it could not hand over in time")
         self._acquitted = self._counter(
             "endpoints_acquitted", "500s that a second endpoint answered as well: the request's fault", "endpoint"
         )
@@ -269,6 +272,18 @@ class Metrics:
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
         self._child(self._probes, _result(ok=ok)).inc()
+
+    def senses_up(self, *, up: bool) -> None:
+        """The senses can be heard; or no more."""
+        self._senses_up.set(float(up))
+
+    def senses_lost(self) -> None:
+        """The senses fell or hung."""
+        self._senses_losses.inc()
+
+    def senses_dropped(self, figures: int) -> None:
+        """So many figures were not handed over, since we did not take those before."""
+        self._senses_dropped.inc(figures)
 
     def acquitted(self, address: str) -> None:
         """Two endpoints answered one request 500: it was not the first one's fault."""

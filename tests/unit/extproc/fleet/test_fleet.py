@@ -19,7 +19,7 @@ from policies.lifecycle import Evidence, State
 from policies.placement.placement import Unplaceable
 from policies.types import Decision, InferenceRequest, Kind, Reservation
 from vllm_adapters.health import Listing
-from vllm_adapters.metrics import EngineFigures
+from vllm_adapters.metrics import EngineFigures, EngineLoad
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 LISTING = Listing(frozenset({"m", "n"}), 4_096)
@@ -50,6 +50,10 @@ class Events:
     def endpoint_restarted(self, address: str) -> None:
         """Restarted."""
         self.seen.append((address, "restarted"))
+
+    def engine_finished(self, address: str, reason: str, count: float) -> None:
+        """Ended by the engine's count."""
+        self.seen.append((address, reason, count))
 
     def endpoint_refused(self, pool: str) -> None:
         """Not taken."""
@@ -808,6 +812,9 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "ttft_1m_s": 0.0,
         "ttft_5m_s": 0.0,
         "prefix_hit_ratio": 0.0,
+        "generated_tokens_per_s": 0.0,
+        "prefilled_tokens_per_s": 0.0,
+        "preemptions_per_s": 0.0,
         "weight": 1.0,
         "cost": 0.0,
         "remote": False,
@@ -815,6 +822,8 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "traffic_share": 1.0,
         "has_metrics": True,
         "foreign": 5.0,
+        "dialect": "vllm",
+        "engines": [],
         "indexed_tokens": {"m": 300},
         "prefill_tokens_per_s": {"m": 25_000.0},
         "backlog_tokens": {"m": 0},
@@ -861,13 +870,63 @@ def test_the_adapters_of_an_engine_are_known(house: House) -> None:
     assert house.state.max_adapters[slot] == 2
 
 
-def test_the_engines_own_hit_ratio_is_told(house: House) -> None:
-    """Hits over queries since it started; nothing before it was asked for any prompt."""
+def test_the_engines_own_rates_are_told(house: House) -> None:
+    """Over its last seconds, not since its start; nothing before they are known."""
     house.bring_up("m", A)
-    house.fleet.scraped(A, EngineFigures(0, 0, 0.0, None, 0, 0))
-    assert house.state.prefix_hit_ratio[house.slot(A)] == 0
-    house.fleet.scraped(A, EngineFigures(0, 0, 0.0, None, 400, 300))
-    assert house.state.prefix_hit_ratio[house.slot(A)] == pytest.approx(0.75)
+    slot, state = house.slot(A), house.state
+    for scrape in range(3):
+        house.fleet.scraped(
+            A,
+            EngineFigures(
+                0, 0, 0.0, None, 1e6 + 400 * scrape, 9e5 + 300 * scrape,
+                generated_tokens=50.0 * scrape, prefilled_tokens=400.0 * scrape, preemptions=5.0 * scrape,
+            ),
+        )  # fmt: skip
+        told = (state.generated_tokens_per_s[slot], state.prefilled_tokens_per_s[slot], state.preemptions_per_s[slot])
+        assert told == ((0, 0, 0) if scrape < 2 else (10, 80, 1))
+        assert state.prefix_hit_ratio[slot] == (0 if scrape < 2 else pytest.approx(0.75))
+        house.now_s += 2.5
+
+
+def test_each_engine_behind_an_endpoint_is_told(house: House) -> None:
+    """And what kind of engine it is; nothing before the first scrape."""
+    house.bring_up("m", A)
+    assert (house.described(A)["dialect"], house.described(A)["engines"]) == (None, [])
+    engines = (EngineLoad("0", 0.0, 3.0, 1.0), EngineLoad("1", 0.0, 0.0, 0.0))
+    house.fleet.scraped(A, EngineFigures(running=3, waiting=0, kv_used=0.5, dialect="sglang", engines=engines))
+    told = house.described(A)
+    assert told["dialect"] == "sglang"
+    assert told["engines"][0] == {"engine": "0", "waiting": 0.0, "running": 3.0, "kv_used": 1.0}
+    assert (told["running"], len(told["engines"])) == (3.0, 2)
+
+
+def test_what_engines_ended_is_told(house: House) -> None:
+    """By reason, from the second scrape on."""
+    house.bring_up("m", A)
+    for finished in ({"stop": 7.0}, {"stop": 9.0, "length": 1.0}):
+        house.fleet.scraped(A, EngineFigures(running=0, waiting=0, finished=finished))
+    assert house.events.seen[-2:] == [(A, "stop", 2.0), (A, "length", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("finished", "dialect", "state"),
+    [
+        ({"abort": 2.0}, "vllm", State.UNHEALTHY),
+        ({"abort": 2.0, "stop": 1.0}, "vllm", State.READY),
+        ({"stop": 1.0}, "vllm", State.READY),
+        ({"abort": 2.0}, "sglang", State.READY),
+    ],
+)
+def test_an_engine_that_only_gives_up_must_prove_itself(
+    house: House, finished: dict[str, float], dialect: str, state: State
+) -> None:
+    """Paused or shutting down, it answers 200. One that serves others is at work; others count who left, too."""
+    house.bring_up("m", A, B)
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, finished={"stop": 0.0, "abort": 0.0}, dialect=dialect))
+    house.fleet.scraped(A, EngineFigures(running=0, waiting=0, finished=finished, dialect=dialect))
+    assert house.state_of(A) is state
+    house.fleet.listed_models(A, LISTING)
+    assert house.state_of(A) is State.READY
 
 
 def test_an_engine_with_requests_that_does_no_step_is_stuck() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from extproc.config.schema import Log
 from extproc.observe.logging import configure_logging
 
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +43,7 @@ def stumble() -> None:
 
 def test_json_lines_are_json(capsys: Captured) -> None:
     """With level, UTC time, every field, and the exception as text."""
-    configure_logging(Log(format="json"))
+    configure_logging("info", "json")
     write()
     out, err = capsys.readouterr()
     assert out == ""
@@ -57,7 +56,7 @@ def test_json_lines_are_json(capsys: Captured) -> None:
 
 def test_a_console_reads_lines(capsys: Captured) -> None:
     """The same events for people."""
-    configure_logging(Log(format="console"))
+    configure_logging("info", "console")
     write()
     out, err = capsys.readouterr()
     assert out == ""
@@ -70,7 +69,7 @@ def test_a_console_reads_lines(capsys: Captured) -> None:
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_traceback_shows_no_variables(capsys: Captured, form: str) -> None:
     """They hold prompts and Authorization headers."""
-    configure_logging(Log.model_validate({"format": form}))
+    configure_logging("info", form)
     write()
     err = capsys.readouterr().err
     assert "ZeroDivisionError" in err
@@ -83,13 +82,13 @@ def test_a_traceback_shows_no_variables(capsys: Captured, form: str) -> None:
 )
 def test_the_level_decides_what_is_written(capsys: Captured, level: str, events: list[str]) -> None:
     """Everything at least as grave."""
-    configure_logging(Log.model_validate({"format": "json", "level": level}))
+    configure_logging(level, "json")
     write()
     assert [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()] == events
 
 
 def test_where_nobody_watches_auto_means_json(capsys: Captured) -> None:
     """Captured output is no terminal."""
-    configure_logging(Log())
+    configure_logging("info", "auto")
     write()
     assert json.loads(capsys.readouterr().err.splitlines()[0])["event"] == "endpoint state"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -14,10 +14,14 @@ from aiohttp import web
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.config.schema import Config
-from extproc.fleet import watchers as module
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.watchers import Watchers
 from extproc.observe.metrics import Metrics
+from extproc.senses import inbox as inbox_module
+from extproc.senses import watchers as module
+from extproc.senses.inbox import Inbox
+from extproc.senses.link import pace_of
+from extproc.senses.messages import Target, Try, Watch
+from extproc.senses.watchers import Watcher, Watchers
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
 from vllm_adapters.metrics import EngineFigures
@@ -32,6 +36,13 @@ def config(**intervals: Any) -> Config:
     scrape = {"interval_ms": 5, "timeout_ms": 5_000, "backoff_max_ms": 5} | intervals
     text = f"probe: {{interval_ms: 5, timeout_ms: 5000}}\nscrape: {scrape}\n"
     return parse(text + "pools: [{name: p, models: [m], endpoints: {file: none.yaml}}]")
+
+
+async def eventually(check: Callable[[], bool]) -> None:
+    """Until it holds."""
+    async with asyncio.timeout(HANG_S):
+        while not check():  # noqa: ASYNC110 - what is waited for is in many places
+            await asyncio.sleep(0.001)
 
 
 class Engine:
@@ -95,7 +106,17 @@ class House:
         self.state = FleetState()
         self.fleet = Fleet(self.state, Metrics(), asyncio.get_running_loop().time)
         self.fleet.configure(Generation(1, config()))
-        self.watchers = Watchers(self.fleet, self, config())
+        self.inbox = Inbox(self.fleet, self, asyncio.get_running_loop().time)
+        self.watchers = Watchers(self.inbox.take)
+        self.inbox.tell = self._order
+        self.config = config()
+
+    def _order(self, order: Try) -> None:
+        self.watchers.try_generation(order.address, order.model)
+
+    def order_watch(self, *addresses: str) -> None:
+        """Watch exactly these."""
+        self.watchers.watch(Watch([Target(address) for address in addresses], pace_of(self.config)))
 
     def scraped(self, *, ok: bool) -> None:
         """WatchEvents."""
@@ -113,7 +134,17 @@ class House:
         """List the engine and watch it."""
         self.address = await self.engine.start()
         self.fleet.set_endpoints("p", [self.address])
-        self.watchers.watch(self.fleet.addresses())
+        self.fleet.on_suspicion = self.watchers.probe_now
+        self.order_watch(self.address)
+
+    async def until_tried(self, *, ok: bool) -> None:
+        """A trial that ended after this call ended so."""
+        tries = len(self.tries)
+        await eventually(lambda: ok in self.tries[tries:])
+
+    async def until_ready(self) -> None:
+        """It takes traffic."""
+        await eventually(lambda: self.now is State.READY)
 
     async def until(self, what: str, *, ok: bool) -> None:
         """A whole turn of one loop that began after this call ended so."""
@@ -150,9 +181,8 @@ async def house() -> AsyncIterator[House]:
 
 async def test_an_engine_that_answers_is_ready_and_its_figures_are_known(house: House) -> None:
     """By its model list and its metrics page."""
-    await house.until("probe", ok=True)
+    await house.until_ready()
     await house.until("scrape", ok=True)
-    assert house.now is State.READY
     assert house.state.models(house.slot) == {"m"}
     assert house.state.context_tokens[house.slot] == 4_096
     figures = (house.state.running[house.slot], house.state.waiting[house.slot], house.state.kv_used[house.slot])
@@ -166,18 +196,18 @@ async def test_an_engine_that_answers_is_ready_and_its_figures_are_known(house: 
 )
 async def test_an_engine_that_answers_wrongly_falls_out(house: House, listing: tuple[int, str]) -> None:
     """After three in a row, and returns with the first good one."""
-    await house.until("probe", ok=True)
+    await house.until_ready()
     house.engine.listing = listing
     for _ in range(3):
         await house.until("probe", ok=False)
     assert house.now is State.UNHEALTHY
     house.engine.listing = (200, LISTING)
-    await house.until("probe", ok=True)
-    assert house.now is State.READY
+    await house.until_ready()
 
 
 async def test_an_engine_takes_traffic_only_after_a_generation(house: House) -> None:
     """One token of ours, once: an engine in service is not asked to generate again."""
+    await house.until_ready()
     await house.until("probe", ok=True)
     await house.until("probe", ok=True)
     assert house.engine.trials == [{"model": "m", "prompt": "a", "max_tokens": 1}]
@@ -187,49 +217,45 @@ async def test_an_engine_takes_traffic_only_after_a_generation(house: House) -> 
 @pytest.mark.parametrize("status", [500, 503])
 async def test_an_engine_that_lists_its_model_and_does_not_generate_stays_out(house: House, status: int) -> None:
     """As vLLM's does while it shuts down. It is back with the first generation it answers."""
-    await house.until("probe", ok=True)
+    await house.until_ready()
     house.engine.trial = status
     house.fleet.observe(house.address, Evidence.UNFIT)
     assert house.now is State.UNHEALTHY
-    await house.until("probe", ok=False)
+    await house.until_tried(ok=False)
     assert house.now is State.UNHEALTHY
     house.engine.trial = 200
-    await house.until("probe", ok=True)
-    assert house.now is State.READY
+    await house.until_ready()
 
 
 async def test_an_engine_that_refuses_to_generate_is_at_work(house: House) -> None:
     """It may be one for embeddings."""
     house.engine.trial = 404
-    await house.until("probe", ok=True)
-    assert house.now is State.READY
+    await house.until_ready()
 
 
 async def test_a_trial_that_waits_behind_others_is_passed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is at work and has not refused it; one that hangs is not at work."""
-    monkeypatch.setattr(module, "_TRIAL_PATIENCE_S", 0.05)
-    await house.until("probe", ok=True)
+    monkeypatch.setattr(inbox_module, "_TRIAL_PATIENCE_S", 0.05)
+    await house.until_ready()
     house.engine.trials_go.clear()
     for steps in range(1, 4):
         house.fleet.scraped(house.address, EngineFigures(running=4, waiting=3, progress=float(steps)))
     house.engine.page = (200, PAGE + "vllm:iteration_tokens_total_count 9.0\n")
     house.fleet.observe(house.address, Evidence.UNFIT)
-    await house.until("probe", ok=True)
-    assert house.now is State.READY
+    await house.until_ready()
     assert house.tries[-1] is True
     house.engine.trials_go.set()
 
 
-async def test_an_engine_found_at_work_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_found_at_work_needs_no_trial() -> None:
     """After our restart a saturated fleet is in service as soon as its metrics have been read twice."""
-    monkeypatch.setattr(module, "_TRIAL_PATIENCE_S", 60)
     house = House()
     house.engine.trials_go.clear()
     house.address = await house.engine.start()
     house.fleet.set_endpoints("p", [house.address])
     for steps in (1, 2):
         house.fleet.scraped(house.address, EngineFigures(running=4, waiting=3, progress=float(steps)))
-    house.watchers.watch(house.fleet.addresses())
+    house.order_watch(house.address)
     try:
         await house.until("probe", ok=True)
         assert house.now is State.READY
@@ -244,14 +270,12 @@ async def test_a_suspect_is_asked_at_once() -> None:
     """A failed request does not wait for the next turn, which here would come in ten minutes."""
     house = House()
     rare = config().probe.model_copy(update={"interval_ms": 600_000})
-    house.watchers.configure(config().model_copy(update={"probe": rare}))
+    house.config = config().model_copy(update={"probe": rare})
     await house.watch()
     try:
-        async with asyncio.timeout(HANG_S):
-            await house.turns["probe"].get()
-            house.fleet.observe(house.address, Evidence.UNFIT)
-            await house.turns["probe"].get()
-        assert house.now is State.READY
+        await house.until_ready()
+        house.fleet.observe(house.address, Evidence.UNFIT)
+        await house.until_ready()
         assert len(house.engine.trials) == 2
     finally:
         await house.watchers.close()
@@ -260,7 +284,7 @@ async def test_a_suspect_is_asked_at_once() -> None:
 
 async def test_an_engine_that_is_gone_is_out_at_once(house: House) -> None:
     """Nothing listens: one refused probe suffices."""
-    await house.until("probe", ok=True)
+    await house.until_ready()
     await house.engine.stop()
     await house.until("probe", ok=False)
     assert house.now is State.UNHEALTHY
@@ -279,10 +303,9 @@ async def test_a_connection_that_fails_on_our_side_is_not_a_refusal(
     async def unable(*_args: object, **_kwargs: object) -> bytes:
         raise aiohttp.ClientConnectorError(key, OSError(number, "on our side"))
 
-    [watcher] = house.watchers._watchers.values()
     with monkeypatch.context() as patch:
         patch.setattr(house.fleet, "observe", lambda _address, evidence: seen.append(evidence))
-        patch.setattr(watcher, "_get", unable)
+        patch.setattr(Watcher, "_get", unable)
         await house.until("probe", ok=False)
     assert set(seen) == {Evidence.PROBE_FAILED}
 
@@ -291,7 +314,7 @@ async def test_a_connection_that_fails_on_our_side_is_not_a_refusal(
 async def test_a_bad_metrics_page_leaves_the_last_figures_and_the_state(house: House, page: tuple[int, str]) -> None:
     """They grow stale; the endpoint stays ready."""
     await house.until("scrape", ok=True)
-    await house.until("probe", ok=True)
+    await house.until_ready()
     house.engine.page = page
     await house.until("scrape", ok=False)
     observed_at_s = house.state.observed_at_s[house.slot]
@@ -310,23 +333,37 @@ async def test_a_page_without_end_is_not_read(house: House, monkeypatch: pytest.
     await house.until("scrape", ok=True)
 
 
-async def test_a_fault_of_ours_ends_neither_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_that_trips_us_ends_neither_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn counts as failed, the next one is taken."""
-    await house.until("probe", ok=True)
+    await house.until_ready()
 
     def broken(*_args: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(house.fleet, "listed_models", broken)
-        patch.setattr(house.fleet, "scraped", broken)
+        patch.setattr(module, "parse_models", broken)
+        patch.setattr(module, "parse_metrics", broken)
         await house.until("probe", ok=False)
         await house.until("scrape", ok=False)
     await house.until("probe", ok=True)
     await house.until("scrape", ok=True)
 
 
-async def test_not_even_a_fault_in_counting_ends_a_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trial_that_was_lost_is_made_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was heard of it for longer than it may take: those who made it may be gone."""
+    await house.until_ready()
+    monkeypatch.setattr(inbox_module, "_TRIAL_GRACE_S", 0.0)
+    house.inbox.trial_timeout_s = 0.02
+    lost: list[Try] = []
+    house.inbox.tell = lost.append
+    house.fleet.observe(house.address, Evidence.UNFIT)
+    await eventually(lambda: len(lost) == 2)
+    assert house.now is State.UNHEALTHY
+    house.inbox.tell = house._order
+    await house.until_ready()
+
+
+async def test_not_even_a_report_that_fails_ends_a_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong outside of reading and judging a page is logged, and the next turn is taken."""
     monkeypatch.setattr(module, "_LONGEST_SPREAD_S", 0.0)
     faults: asyncio.Queue[str] = asyncio.Queue()
@@ -348,7 +385,7 @@ async def test_not_even_a_fault_in_counting_ends_a_loop(house: House, monkeypatc
 async def test_an_engine_that_answers_again_is_scraped_at_once() -> None:
     """Its scrape must not wait out a back-off of hours."""
     house = House()
-    house.watchers.configure(config(interval_ms=3_600_000, backoff_max_ms=3_600_000))
+    house.config = config(interval_ms=3_600_000, backoff_max_ms=3_600_000)
     house.engine.listing = house.engine.page = (500, "")
     await house.watch()
     assert await asyncio.wait_for(house.turns["scrape"].get(), HANG_S) is False
@@ -362,7 +399,7 @@ async def test_an_engine_that_answers_again_is_scraped_at_once() -> None:
 async def test_an_engine_that_answers_again_while_a_scrape_hangs_is_scraped_after_it() -> None:
     """The hanging one asked the engine from before; the wake-up is for the next."""
     house = House()
-    house.watchers.configure(config(interval_ms=3_600_000, backoff_max_ms=3_600_000))
+    house.config = config(interval_ms=3_600_000, backoff_max_ms=3_600_000)
     house.engine.page = (500, "")
     house.engine.pages_go.clear()
     await house.watch()
@@ -380,26 +417,26 @@ async def test_an_engine_that_answers_again_while_a_scrape_hangs_is_scraped_afte
 async def test_endpoints_found_together_do_not_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spread over an interval; a single new one waits for nobody, nor anyone for longer than a second."""
     house, delays = House(), []
-    monkeypatch.setattr(module._Watcher, "start", lambda _self, delay_s: delays.append(delay_s))
-    house.watchers.configure(config(interval_ms=200))
-    house.watchers.watch(f"10.0.0.{n}:80" for n in range(4))
+    monkeypatch.setattr(Watcher, "start", lambda _self, delay_s: delays.append(delay_s))
+    house.config = config(interval_ms=200)
+    house.order_watch(*(f"10.0.0.{n}:80" for n in range(4)))
     assert delays == pytest.approx([0, 0.05, 0.1, 0.15])
-    house.watchers.watch(f"10.0.0.{n}:80" for n in range(5))
+    house.order_watch(*(f"10.0.0.{n}:80" for n in range(5)))
     assert delays[4:] == [0]
-    house.watchers.configure(config(interval_ms=3_600_000))
-    house.watchers.watch(f"10.0.0.{n}:80" for n in range(9))
+    house.config = config(interval_ms=3_600_000)
+    house.order_watch(*(f"10.0.0.{n}:80" for n in range(9)))
     assert delays[5:] == pytest.approx([0, 0.25, 0.5, 0.75])
     await house.watchers.close()
 
 
 async def test_only_what_is_listed_is_watched(house: House) -> None:
     """Watching the same again changes nothing; an unlisted endpoint is asked no more."""
+    await house.until_ready()
     tasks = set(asyncio.all_tasks())
-    house.watchers.watch([house.address])
+    house.order_watch(house.address)
     assert set(asyncio.all_tasks()) == tasks
-    await house.until("probe", ok=True)
-    watching = [task for watcher in house.watchers._watchers.values() for task in watcher.tasks]
-    house.watchers.watch([])
+    watching = [task for watcher in house.watchers._watchers.values() for task in watcher._loops]
+    house.order_watch()
     await asyncio.wait_for(asyncio.gather(*watching, return_exceptions=True), HANG_S)
     asked = len(house.engine.asked)
     assert house.watchers._watchers == {}
@@ -410,11 +447,11 @@ async def test_only_what_is_listed_is_watched(house: House) -> None:
 async def test_a_back_off_grows_to_its_bound() -> None:
     """Twice as long each time, never longer than configured and never shorter than the interval."""
     house = House()
-    house.watchers.configure(config(interval_ms=200, backoff_max_ms=1_000))
+    house.config = config(interval_ms=200, backoff_max_ms=1_000)
     await house.watch()
     [watcher] = house.watchers._watchers.values()
     assert [watcher._pause_s(failures) for failures in (0, 1, 2, 3, 50)] == [0.2, 0.4, 0.8, 1.0, 1.0]
-    watcher.config = config(interval_ms=2_000, backoff_max_ms=1_000)
+    watcher.pace = pace_of(config(interval_ms=2_000, backoff_max_ms=1_000))
     assert [watcher._pause_s(failures) for failures in (0, 50)] == [2.0, 2.0]
     await house.watchers.close()
     await house.engine.stop()

@@ -11,8 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.grpc_health import check
 from extproc.observe.metrics import Metrics
+from extproc.senses.grpc_health import check
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence
 

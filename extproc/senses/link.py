@@ -1,0 +1,236 @@
+"""The decision loop's end: starts the senses, gives them their orders, passes on what they report.
+
+The senses are our own child, and not the launcher's, so that `up` and `serve` have them alike and the socket between
+us needs no name. Rejected: a Unix socket in the run folder, which `serve` alone has not, and which anybody could
+connect to. A process that falls is started again after a growing pause; one that is silent for too long is killed
+first. Meanwhile figures grow stale and decisions rest on our own accounting, which the metrics say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Protocol, cast
+
+import structlog
+
+from extproc.config.schema import Config
+from extproc.senses.inbox import Inbox
+from extproc.senses.messages import (
+    Alive,
+    Frames,
+    FromSenses,
+    Pace,
+    ProbeNow,
+    Target,
+    ToSenses,
+    Watch,
+    encode,
+    from_senses,
+)
+
+log = structlog.get_logger(__name__)
+
+_HANGS_AFTER_S = 10.0
+"""Silent for so long, with a heartbeat due every second, they hang; a busy machine delays them by less."""
+_SETTLED_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
+_STOP_GRACE_S = 2.0
+
+
+class LinkEvents(Protocol):
+    """Who counts what becomes of the senses."""
+
+    def senses_up(self, *, up: bool) -> None:
+        """They can be heard, or no more."""
+
+    def senses_lost(self) -> None:
+        """They fell or hung."""
+
+    def senses_dropped(self, figures: int) -> None:
+        """They could not send so many figures, since we did not take them in time."""
+
+
+class Senses:
+    """The senses process, kept running."""
+
+    def __init__(self, inbox: Inbox, events: LinkEvents, config: Config) -> None:
+        self._inbox = inbox
+        inbox.tell = self.tell
+        self._events = events
+        self._watch = Watch([], pace_of(config))
+        self._log = config.observe.log
+        self._buffer_bytes = config.limits.senses_buffer_bytes
+        self._line: _Line | None = None
+        self.pid: int | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self.configure(config)
+
+    # -- orders
+
+    def configure(self, config: Config) -> None:
+        """Use the new pace."""
+        self._inbox.trials = config.probe.trial
+        self._inbox.trial_timeout_s = config.probe.trial_timeout_ms / 1000
+        self._order_watch(Watch(self._watch.targets, pace_of(config)))
+
+    def watch(self, targets: Iterable[Target]) -> None:
+        """Watch exactly these endpoints."""
+        self._order_watch(Watch(list(targets), self._watch.pace))
+
+    def _order_watch(self, wanted: Watch) -> None:
+        if wanted == self._watch:
+            return
+        for gone in {target.address for target in self._watch.targets} - {t.address for t in wanted.targets}:
+            self._inbox.forget(gone)
+        self._watch = wanted
+        self.tell(wanted)
+
+    def probe_now(self, address: str) -> None:
+        """Ask this one at once: a request has just shown that something is wrong with it."""
+        self.tell(ProbeNow(address))
+
+    def tell(self, order: ToSenses) -> None:
+        """Give an order; without senses it is lost, and new ones are told what to watch."""
+        if self._line is not None:
+            self._line.send(order)
+
+    # -- the process
+
+    def start(self) -> None:
+        """Start them, and again whenever they fall."""
+        self._keeper = asyncio.create_task(self._keep(), name="senses")
+
+    async def close(self) -> None:
+        """End them."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        loop, falls = asyncio.get_running_loop(), 0
+        while True:
+            began = loop.time()
+            try:
+                await self._run_once()
+            except Exception:  # no memory or process left: tried again like a fall
+                log.exception("senses cannot be started")
+            self._events.senses_lost()
+            falls = 1 if loop.time() - began > _SETTLED_S else falls + 1
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(falls - 1, _MOST_DOUBLINGS))
+            log.error("senses fell, starting them again", pause_s=pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _run_once(self) -> None:
+        """One life of the process, from its start to its end."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = self._spawn(theirs)
+        self.pid = process.pid
+        log.info("started", child="senses", pid=process.pid)
+        try:
+            _, line = await asyncio.get_running_loop().create_unix_connection(lambda: _Line(self._take), sock=ours)
+            self._inbox.forget_all()
+            line.send(self._watch)
+            self._line = line
+            await line.until_silent()
+        finally:
+            self._hang_up()
+            await _end(process)
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+        self._events.senses_up(up=False)
+
+    def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """Start it. Held up by a few milliseconds, once per life; a fork by the loop would meet grpc's threads."""
+        descriptor = theirs.fileno()
+        # -P: else a file in the operator's folder that is named like a module of ours would be imported in its place
+        command = [sys.executable, "-P", "-m", "extproc.senses", str(descriptor), str(self._buffer_bytes)]
+        return subprocess.Popen(  # noqa: S603 - our own program
+            [*command, self._log.level, self._log.format],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+        )
+
+    def _take(self, message: FromSenses) -> None:
+        if isinstance(message, Alive):
+            self._events.senses_up(up=True)
+            if message.dropped:
+                self._events.senses_dropped(message.dropped)
+        else:
+            self._inbox.take(message)
+
+
+class _Line(asyncio.Protocol):
+    """Our end of the socket."""
+
+    def __init__(self, take: Callable[[FromSenses], None]) -> None:
+        self._take = take
+        self._frames = Frames()
+        self._heard = asyncio.Event()
+        self._lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio.Protocol."""
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio.Protocol."""
+        self._heard.set()
+        for body in self._frames.feed(data):
+            try:
+                self._take(from_senses(body))
+            except Exception:
+                log.exception("report of the senses not taken")
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio.Protocol
+        """asyncio.Protocol."""
+        self._lost = True
+        self._heard.set()
+
+    def send(self, order: ToSenses) -> None:
+        """Send it, or keep it until it can be sent."""
+        if not self._lost:
+            self._transport.write(encode(order))
+
+    def close(self) -> None:
+        """Hang up; the other end ends of that."""
+        self._transport.abort()
+
+    async def until_silent(self) -> None:
+        """Until the other end hangs up, or says nothing for too long."""
+        with contextlib.suppress(TimeoutError):
+            while not self._lost:
+                self._heard.clear()
+                await asyncio.wait_for(self._heard.wait(), _HANGS_AFTER_S)
+            return
+        log.error("senses are silent, killing them", silent_s=_HANGS_AFTER_S)
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until it has ended, since nobody talks to it any more; kill it if it does not."""
+    try:
+        await asyncio.to_thread(process.wait, _STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+
+
+def pace_of(config: Config) -> Pace:
+    """How the config would have endpoints asked."""
+    scrape, probe = config.scrape, config.probe
+    return Pace(
+        scrape_interval_ms=scrape.interval_ms,
+        scrape_timeout_ms=scrape.timeout_ms,
+        scrape_backoff_max_ms=scrape.backoff_max_ms,
+        probe_interval_ms=probe.interval_ms,
+        probe_timeout_ms=probe.timeout_ms,
+        trial_timeout_ms=probe.trial_timeout_ms,
+    )

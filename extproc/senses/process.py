@@ -1,0 +1,93 @@
+"""The senses process: takes orders from the decision process, looks at the engines, reports.
+
+It ends when the other end of its socket does. What it cannot send is not kept: figures are dropped and counted as soon
+as so many bytes wait to be taken, since newer ones follow; what else it reports is rare and short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import cast
+
+import structlog
+
+from extproc.senses.messages import (
+    Alive,
+    Frames,
+    FromSenses,
+    ProbeNow,
+    Scraped,
+    ToSenses,
+    Try,
+    Watch,
+    encode,
+    to_senses,
+)
+from extproc.senses.watchers import Watchers
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_S = 1.0
+"""How often the other end hears that we live."""
+
+
+class Port(asyncio.Protocol):
+    """Our end of the socket. `most_waiting_bytes`: beyond it figures are dropped."""
+
+    def __init__(self, most_waiting_bytes: int) -> None:
+        self.closed = asyncio.get_running_loop().create_future()
+        self.watchers = Watchers(self.report)
+        self._most_waiting_bytes = most_waiting_bytes
+        self._frames = Frames()
+        self._dropped = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio.Protocol."""
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio.Protocol."""
+        for body in self._frames.feed(data):
+            try:
+                self._take(to_senses(body))
+            except Exception:
+                log.exception("order not carried out")
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio.Protocol
+        """asyncio.Protocol."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def _take(self, order: ToSenses) -> None:
+        if isinstance(order, Watch):
+            self.watchers.watch(order)
+        elif isinstance(order, ProbeNow):
+            self.watchers.probe_now(order.address)
+        elif isinstance(order, Try):
+            self.watchers.try_generation(order.address, order.model)
+
+    def report(self, message: FromSenses) -> None:
+        """Tell the decision process."""
+        if isinstance(message, Scraped) and self._transport.get_write_buffer_size() > self._most_waiting_bytes:
+            self._dropped += 1
+        else:
+            self._transport.write(encode(message))
+
+    async def beat(self) -> None:
+        """Say that we live, again and again."""
+        while True:
+            dropped, self._dropped = self._dropped, 0
+            self.report(Alive(dropped))
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+async def run(descriptor: int, most_waiting_bytes: int) -> None:
+    """Serve the decision process at the other end of this socket until it hangs up."""
+    loop = asyncio.get_running_loop()
+    ours = socket.socket(fileno=descriptor)
+    _, port = await loop.create_unix_connection(lambda: Port(most_waiting_bytes), sock=ours)
+    beating = asyncio.create_task(port.beat(), name="heartbeat")
+    await port.closed
+    beating.cancel()
+    await port.watchers.close()
