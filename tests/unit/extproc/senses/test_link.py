@@ -1,0 +1,153 @@
+"""The link: the senses as a process, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from aiohttp import web
+
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.fleet.fleet import Fleet
+from extproc.observe.metrics import Metrics
+from extproc.senses import link as module
+from extproc.senses.inbox import Inbox
+from extproc.senses.link import Senses
+from extproc.senses.messages import Target
+from policies.fleet_state import FleetState
+from policies.lifecycle import State
+
+HANG_S = 60
+PAGE = "vllm:num_requests_running {}\nvllm:num_requests_waiting 2.0\n"
+
+
+async def eventually(check: Callable[[], bool]) -> None:
+    """Until it holds."""
+    async with asyncio.timeout(HANG_S):
+        while not check():  # noqa: ASYNC110 - what is waited for is another process's doing
+            await asyncio.sleep(0.005)
+
+
+class House:
+    """A fleet of one engine, and the senses that watch it."""
+
+    def __init__(self) -> None:
+        self.up: list[bool] = []
+        self.losses = 0
+        self.running = 3
+        self.state = FleetState()
+        metrics = Metrics()
+        self.fleet = Fleet(self.state, metrics, asyncio.get_running_loop().time)
+        text = "probe: {interval_ms: 20}\nscrape: {interval_ms: 20}\n"
+        config = parse(text + "pools: [{name: p, models: [m], endpoints: {file: none.yaml}}]")
+        self.fleet.configure(Generation(1, config))
+        self.inbox = Inbox(self.fleet, metrics, asyncio.get_running_loop().time)
+        self.senses = Senses(self.inbox, self, config)
+
+    def senses_up(self, *, up: bool) -> None:
+        """LinkEvents."""
+        self.up.append(up)
+
+    def senses_lost(self) -> None:
+        """LinkEvents."""
+        self.losses += 1
+
+    def senses_dropped(self, figures: int) -> None:
+        """LinkEvents."""
+
+    async def start(self) -> None:
+        """An engine, listed; and senses to watch it."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self.runner = web.AppRunner(app, access_log=None)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        address = f"127.0.0.1:{self.runner.addresses[0][1]}"
+        self.fleet.set_endpoints("p", [address])
+        self.senses.start()
+        self.senses.watch([Target(address)])
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        answers = {"/v1/models": '{"data": [{"id": "m"}]}', "/metrics": PAGE.format(self.running)}
+        return web.Response(text=answers.get(request.path, "{}"))
+
+    async def until_seen(self, running: int) -> None:
+        """The engine's load is known."""
+        self.running = running
+        await eventually(lambda: self.state.running[0] == running)
+
+    async def process(self) -> int:
+        """The process that watches now."""
+        await eventually(lambda: bool(self.up) and self.up[-1])
+        assert self.senses.pid is not None
+        return self.senses.pid
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    """Watching, until the test is over."""
+    house = House()
+    await house.start()
+    yield house
+    await house.senses.close()
+    await house.runner.cleanup()
+
+
+async def test_an_engine_is_watched_from_another_process(house: House) -> None:
+    """Its models, a trial and its figures come over the socket."""
+    await eventually(lambda: house.state.state[0] == State.READY)
+    await house.until_seen(5)
+    assert await house.process() != os.getpid()
+
+
+async def test_senses_that_are_killed_are_started_again(house: House) -> None:
+    """They watch what the ones before watched; meanwhile they count as down."""
+    await house.until_seen(5)
+    killed = await house.process()
+    os.kill(killed, signal.SIGKILL)
+    await eventually(lambda: house.losses == 1)
+    assert house.up[-1] is False
+    await house.until_seen(6)
+    assert await house.process() != killed
+
+
+async def test_senses_that_hang_are_killed_and_started_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process says nothing; its heartbeat is what is missed."""
+    await house.until_seen(5)
+    hung = await house.process()
+    monkeypatch.setattr(module, "_HANGS_AFTER_S", 3.0)
+    monkeypatch.setattr(module, "_STOP_GRACE_S", 0.1)
+    os.kill(hung, signal.SIGSTOP)
+    await eventually(lambda: house.losses == 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+    await house.until_seen(7)
+
+
+async def test_closing_leaves_no_process(house: House) -> None:
+    """And counts as no loss."""
+    running = await house.process()
+    await house.senses.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(running, 0)
+    assert house.losses == 0
+
+
+async def test_a_report_that_trips_us_ends_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged, and the next one is taken."""
+    await house.until_seen(5)
+    tripped: list[int] = []
+
+    def broken(*_args: object) -> None:
+        tripped.append(1)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(house.fleet, "scraped", broken)
+        await eventually(lambda: len(tripped) > 1)
+    await house.until_seen(6)
+    assert house.losses == 0
