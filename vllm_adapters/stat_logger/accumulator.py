@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any
 
 from .wire import LOADING, SERVING, VERSION, Engine, Finished, Message, Totals
@@ -18,6 +18,7 @@ MOST_LISTED = 100
 """Requests and first tokens that one message lists; the others are counted."""
 MOST_ADAPTERS = 64
 LONGEST_NAME = 128
+REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class Accumulator:
@@ -69,6 +70,7 @@ class Accumulator:
                 self._quietly(self._adapters, engine, scheduler)
             if iteration is not None:
                 engine.steps += 1
+                self._quietly(self._tokens, engine, iteration)
                 self._quietly(self._fold_first_tokens, iteration)
                 self._quietly(self._fold_finished, iteration)
 
@@ -101,6 +103,12 @@ class Accumulator:
         if scheduler.waiting_lora_adapters or engine.lora_waiting:
             engine.lora_waiting = _counts(scheduler.waiting_lora_adapters)
 
+    @staticmethod
+    def _tokens(engine: Engine, iteration: Any) -> None:
+        engine.generated += int(iteration.num_generation_tokens)
+        engine.preemptions += int(iteration.num_preempted_reqs)
+        engine.prompt += int(iteration.num_prompt_tokens)
+
     def _fold_first_tokens(self, iteration: Any) -> None:
         ttfts = iteration.time_to_first_tokens_iter
         if ttfts:
@@ -111,13 +119,14 @@ class Accumulator:
     def _fold_finished(self, iteration: Any) -> None:
         for request in iteration.finished_requests:
             prompt, generated = int(request.num_prompt_tokens), int(request.num_generation_tokens)
+            reason = _reason(request)
             totals = self._totals
-            totals.finished += 1
+            totals.finished[reason] = totals.finished.get(reason, 0) + 1
             totals.prompt += prompt
             totals.generated += generated
             self._largest = max(self._largest, prompt + generated)
             if len(self._finished) < MOST_LISTED:
-                self._finished.append(_finished(request, prompt, generated))
+                self._finished.append(_finished(request, reason, prompt, generated))
             else:
                 self._left_out += 1
 
@@ -126,7 +135,7 @@ class Accumulator:
     def take(self) -> Message:
         """The next message: the state, and what happened since the one before.
 
-        Flat copies do: what an engine's fields refer to is replaced when it changes, never altered.
+        A flat copy of an engine does: what its fields refer to is replaced when it changes, never altered.
         """
         with self._lock:
             self._sent += 1
@@ -135,7 +144,7 @@ class Accumulator:
                 server_port=self.server_port, engines=[copy(engine) for engine in self._engines.values()],
                 first_tokens=self._first_tokens, ttfts_s=self._ttfts, finished=self._finished,
                 left_out=self._left_out, largest_request_tokens=self._largest,
-                kv_bytes_per_token=self.kv_bytes_per_token, totals=copy(self._totals), troubles=self._troubles,
+                kv_bytes_per_token=self.kv_bytes_per_token, totals=deepcopy(self._totals), troubles=self._troubles,
             )  # fmt: skip
             self._begin()
             for engine in self._engines.values():
@@ -149,10 +158,16 @@ def _counts(by_name: dict[str, int]) -> dict[str, int]:
     return dict(used[:MOST_ADAPTERS])
 
 
-def _finished(request: Any, prompt: int, generated: int) -> Finished:
+def _reason(request: Any) -> str:
+    """How it ended. Others than these are counted together: names are kept for ever."""
+    reason = str(request.finish_reason)
+    return reason if reason in REASONS else "other"
+
+
+def _finished(request: Any, reason: str, prompt: int, generated: int) -> Finished:
     return Finished(
         request_id=str(request.request_id)[:LONGEST_NAME],
-        reason=str(request.finish_reason)[:LONGEST_NAME],
+        reason=reason,
         prompt=prompt,
         generated=generated,
         cached=int(getattr(request, "num_cached_tokens", 0)),

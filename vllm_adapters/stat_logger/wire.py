@@ -19,8 +19,8 @@ PORT_GAUGE = "pointsman_stats_port"
 class Engine(msgspec.Struct, omit_defaults=True):
     """One engine core: the only one, or one of several with data parallelism. Figures are as of its newest step.
 
-    `kv_used`, `kv_peak`: 0..1, now and at most since the message before. Counters are since the start; tokens.
-    Adapters: requests by name.
+    `kv_used`, `kv_peak`: 0..1, now and at most since the message before. Counters are since the start and count what
+    vLLM's metrics of the same names count; `prefix_*`, `prompt` and `generated` are tokens. Adapters: requests by name.
     """
 
     index: int = 0
@@ -31,6 +31,9 @@ class Engine(msgspec.Struct, omit_defaults=True):
     steps: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prompt: int = 0
+    generated: int = 0
+    preemptions: int = 0
     lora_running: dict[str, int] = {}
     lora_waiting: dict[str, int] = {}
     max_loras: int | None = None
@@ -51,10 +54,10 @@ class Finished(msgspec.Struct, array_like=True):
 
 
 class Totals(msgspec.Struct, omit_defaults=True):
-    """Since the start: requests with a first token, requests ended, tokens of those ended."""
+    """Since the start: requests with a first token, requests ended, by how they did, and the tokens of those."""
 
     first_tokens: int = 0
-    finished: int = 0
+    finished: dict[str, int] = {}
     prompt: int = 0
     generated: int = 0
 
