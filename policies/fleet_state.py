@@ -42,6 +42,9 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("ttft_5m_weight", np.float64, 0),
     ("ttft_at_s", np.float64, 0),
     ("prefix_hit_ratio", np.float64, 0),
+    ("generated_tokens_per_s", np.float64, 0),
+    ("prefilled_tokens_per_s", np.float64, 0),
+    ("preemptions_per_s", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
     ("has_metrics", np.bool_, True),
     ("foreign", np.float64, 0),
@@ -116,7 +119,8 @@ class FleetState:
     `waiting`, `running`: requests in the engine, scraped. `kv_used`: 0..1. `kv_capacity_tokens`: the pool's figure
     until the engine reports its own. `context_tokens`: endless while unknown. `in_flight*`: ours, exact.
     `ttft_1m_s`, `ttft_5m_s`: means of requests served, fading over one minute and five; 0 before the first. Their
-    weights are in requests, as of `ttft_at_s`. `prefix_hit_ratio`: the engine's own since its start, 0..1.
+    weights are in requests, as of `ttft_at_s`. `prefix_hit_ratio`: of the prompt tokens an engine was asked for in its
+    last seconds at work, the share it found cached, 0..1; `*_per_s`: its own counters over the last seconds.
     `observed_at_s`: time of the last good scrape. `*_level`: the same figures smoothed, scraped ones and, by the same
     measure, ours: what has changed since shows in the difference of ours (see `scraped`).
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
@@ -145,6 +149,9 @@ class FleetState:
     ttft_5m_weight: npt.NDArray[np.float64]
     ttft_at_s: npt.NDArray[np.float64]
     prefix_hit_ratio: npt.NDArray[np.float64]
+    generated_tokens_per_s: npt.NDArray[np.float64]
+    prefilled_tokens_per_s: npt.NDArray[np.float64]
+    preemptions_per_s: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
     has_metrics: npt.NDArray[np.bool_]
     foreign: npt.NDArray[np.float64]

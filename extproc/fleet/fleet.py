@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
+from vllm_adapters.rates import Change, Counters
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +62,9 @@ class FleetEvents(Protocol):
     def endpoint_restarted(self, address: str) -> None:
         """An engine restarted: its cache is empty."""
 
+    def engine_finished(self, address: str, reason: str, count: float) -> None:
+        """By its own count an engine ended so many requests since it was last asked."""
+
     def endpoint_refused(self, pool: str) -> None:
         """An endpoint was not taken, since the fleet is at its bound."""
 
@@ -68,8 +73,8 @@ class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
     __slots__ = (
-        "address", "capacity_tokens", "drained_by", "known_in", "leaving", "lifecycle", "pools", "progress",
-        "progress_at_s", "run", "slot", "stepped_at_s", "zone",
+        "address", "capacity_tokens", "counters", "drained_by", "figures", "known_in", "leaving", "lifecycle", "pools",
+        "progress", "progress_at_s", "slot", "stepped_at_s", "zone",
     )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
@@ -85,7 +90,8 @@ class _Member:
         self.progress_at_s = -math.inf
         self.stepped_at_s = -math.inf  # when progress was last seen to grow
         self.zone: str | None = None
-        self.run = EngineFigures()  # the newest figures that tell this run of the engine from the next
+        self.counters = Counters()
+        self.figures: EngineFigures | None = None  # as last scraped
 
 
 def _after_silence(lifecycle: Lifecycle) -> bool:
@@ -411,13 +417,36 @@ class Fleet:
             state.max_adapters[slot] = figures.max_adapters
             state.running_adapters.put(slot, figures.running_adapters)
             state.waiting_adapters.put(slot, figures.waiting_adapters)
-        if figures.prefix_queries_tokens:
-            state.prefix_hit_ratio[slot] = (figures.prefix_hits_tokens or 0) / figures.prefix_queries_tokens
         if figures.kv_capacity_tokens:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)
-        self._note_restart(member, figures)
+        member.figures = figures
+        change = member.counters.take(figures, self._clock())
+        if change.restarted:
+            self._restarted(member)
+        if change.closed:
+            self._tell_rates(member)
+        self._note_finished(member, change)
         self._note_progress(member, figures)
+
+    def _tell_rates(self, member: _Member) -> None:
+        rates, state, slot = member.counters.rates, self.state, member.slot
+        state.generated_tokens_per_s[slot] = rates.generated_tokens_per_s or 0
+        state.prefilled_tokens_per_s[slot] = rates.prefilled_tokens_per_s or 0
+        state.preemptions_per_s[slot] = rates.preemptions_per_s or 0
+        state.prefix_hit_ratio[slot] = rates.hit_ratio or 0
+
+    def _note_finished(self, member: _Member, change: Change) -> None:
+        """An engine that ends nothing but by giving it up, shuts down or was paused: to clients that is a 200.
+
+        As bad as a 500, and told the same way: out until a generation of ours is answered, which is soon where it was
+        no more than somebody's abort. Only vLLM's count leaves out the clients that left.
+        """
+        for reason, count in change.finished.items():
+            self._events.engine_finished(member.address, reason, count)
+        if set(change.finished) == {"abort"} and member.figures is not None and member.figures.dialect == "vllm":
+            log.info("engine gives up its requests", endpoint=member.address, aborted=change.finished["abort"])
+            self.observe(member.address, Evidence.UNFIT)
 
     def _note_progress(self, member: _Member, figures: EngineFigures) -> None:
         """An engine that has requests and does no step is stuck, though its server may answer every question."""
@@ -440,11 +469,7 @@ class Fleet:
             placement = self.placements[pool]
             placement.index.set_capacity(member.slot, placement.index_tokens or tokens)
 
-    def _note_restart(self, member: _Member, figures: EngineFigures) -> None:
-        if not _is_another_run(member.run, figures):
-            member.run = _newest(member.run, figures)
-            return
-        member.run = figures
+    def _restarted(self, member: _Member) -> None:
         for pool in member.pools:
             self.placements[pool].index.forget(member.slot)
             self.placements[pool].ledger.forget(member.slot)
@@ -476,6 +501,7 @@ class Fleet:
             "drained_by": sorted(member.drained_by),
             "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
+            **_describe_engine(member.figures),
             **self._describe_placements(member, now_s),
         }
 
@@ -494,22 +520,8 @@ class Fleet:
         }
 
 
-def _is_another_run(before: EngineFigures, now: EngineFigures) -> bool:
-    """Another start time, or a counter that went down: within a run of the engine it only grows."""
-    started = (before.started_at_s, now.started_at_s)
-    return (
-        (None not in started and started[0] != started[1])
-        or _fell(before.prefix_queries_tokens, now.prefix_queries_tokens)
-        or _fell(before.prefix_hits_tokens, now.prefix_hits_tokens)
-    )
-
-
-def _fell(before: float | None, now: float | None) -> bool:
-    return before is not None and now is not None and now < before
-
-
-def _newest(before: EngineFigures, now: EngineFigures) -> EngineFigures:
-    """What tells runs apart, as it stands now; a page may leave some of it out."""
-    names = ("started_at_s", "prefix_queries_tokens", "prefix_hits_tokens")
-    known = {name: getattr(before, name) if getattr(now, name) is None else getattr(now, name) for name in names}
-    return EngineFigures(**known)
+def _describe_engine(figures: EngineFigures | None) -> dict[str, Any]:
+    """What kind of engine it is, and each of several behind one endpoint."""
+    if figures is None:
+        return {"dialect": None, "engines": []}
+    return {"dialect": figures.dialect, "engines": [asdict(engine) for engine in figures.engines]}

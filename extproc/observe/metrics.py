@@ -81,6 +81,9 @@ class Metrics:
     def _fleet(self) -> None:
         self._transitions = self._counter("endpoint_transitions", "Life-cycle changes", "endpoint", "to")
         self._restarts = self._counter("endpoint_restarts", "Engine restarts seen", "endpoint")
+        self._engine_finished = self._counter(
+            "engine_finished", "Requests engines ended, by their own count", "endpoint", "reason"
+        )
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
@@ -261,6 +264,10 @@ class Metrics:
         """An engine restarted."""
         self._child(self._restarts, address).inc()
 
+    def engine_finished(self, address: str, reason: str, count: float) -> None:
+        """An engine ended requests."""
+        self._child(self._engine_finished, address, reason).inc(count)
+
     def endpoint_refused(self, pool: str) -> None:
         """An endpoint was not taken."""
         self._child(self._refused_endpoints, pool).inc()
@@ -321,7 +328,10 @@ _ENDPOINT_GAUGES = (
     ("endpoint_kv_capacity_tokens", "kv_capacity_tokens", "KV cache size in tokens"),
     ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
     ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
-    ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, since its start"),
+    ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, of late"),
+    ("endpoint_generation_tokens_per_second", "generated_tokens_per_s", "Tokens generated, by the engine's count"),
+    ("endpoint_prompt_tokens_per_second", "prefilled_tokens_per_s", "Prompt tokens taken in, by the engine's count"),
+    ("endpoint_preemptions_per_second", "preemptions_per_s", "Requests pushed out of a full cache"),
 )
 
 

@@ -105,6 +105,9 @@ class Counted:
     def endpoint_restarted(self, address: str) -> None:
         """Not looked at."""
 
+    def engine_finished(self, address: str, reason: str, count: float) -> None:
+        """Not looked at."""
+
     def endpoint_refused(self, pool: str) -> None:
         """Not looked at."""
 

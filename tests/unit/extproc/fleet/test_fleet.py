@@ -883,7 +883,7 @@ def test_the_engines_own_rates_are_told(house: House) -> None:
             ),
         )  # fmt: skip
         told = (state.generated_tokens_per_s[slot], state.prefilled_tokens_per_s[slot], state.preemptions_per_s[slot])
-        assert told == ((0, 0, 0) if scrape < 2 else (10, 80, 1))
+        assert told == ((0, 0, 0) if scrape < 2 else (20, 160, 2))
         assert state.prefix_hit_ratio[slot] == (0 if scrape < 2 else pytest.approx(0.75))
         house.now_s += 2.5
 
