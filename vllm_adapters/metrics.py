@@ -44,6 +44,7 @@ class EngineFigures:
     as are `prefilled_tokens`, `generated_tokens`, `preemptions` and `finished`, requests by how they ended.
     `hit_ratio`: of prompt tokens, where the engine tells that alone. `engines`: empty where there is only one.
     The adapters' figures are known together, from an engine that has served one: `max_adapters` is None before.
+    `stats_port`: where our plugin in the engine pushes its figures, `stats_run`: how its messages are marked.
     """
 
     waiting: float | None = None
@@ -64,6 +65,8 @@ class EngineFigures:
     generated_tokens: float | None = field(default=None, kw_only=True)
     preemptions: float | None = field(default=None, kw_only=True)
     finished: dict[str, float] = field(default_factory=dict, kw_only=True)
+    stats_port: int | None = field(default=None, kw_only=True)
+    stats_run: str | None = field(default=None, kw_only=True)
 
 
 class NotMetrics(Exception):
@@ -168,6 +171,7 @@ def _figures(lines: _Lines, page: bytes) -> EngineFigures:
         finished=_finished(lines),
         started_at_s=_started_at_s(page),
         progress=_progress(lines),
+        **_pushed_at(page),
         **_adapters(lines),
     )
 
@@ -206,6 +210,19 @@ _START = re.compile(rb"\nprocess_start_time_seconds(?:\{[^\n]*\})? ([^\s#]+)")
 def _started_at_s(page: bytes) -> float | None:
     found = _START.search(page)
     return _number(found[1]) if found else None
+
+
+_PUSHED_AT = re.compile(rb'\npointsman_stats_port\{run="([0-9a-f]{1,64})"\} ([0-9.]{1,12})(?=[ \n])')
+
+
+def _pushed_at(page: bytes) -> dict[str, Any]:
+    """Of a server with our plugin and one API process. Several processes would each push a part of the figures."""
+    found = _PUSHED_AT.findall(page)
+    port = _number(found[0][1]) if len(found) == 1 else None
+    return {"stats_port": int(port), "stats_run": found[0][0].decode()} if port and port < _PORTS else {}
+
+
+_PORTS = 65_536
 
 
 # -- the KV cache

@@ -197,3 +197,29 @@ def test_adapters_without_a_sensible_bound_are_not_known(most: str) -> None:
     """What an engine cannot say, it does not say in part."""
     read = parse_metrics(LINES + _adapters("l1", "", 1.0, most))
     assert (read.running_adapters, read.max_adapters) == (frozenset(), None)
+
+
+_LOADED = b"vllm:num_requests_running 1.0\nvllm:num_requests_waiting 0.0\n"
+
+
+def test_a_page_names_the_port_where_the_plugin_pushes() -> None:
+    """With the mark of the messages that come from there; a page without it names none."""
+    figures = parse_metrics(_LOADED + b'pointsman_stats_port{run="0a1b"} 5560.0\n')
+    assert (figures.stats_port, figures.stats_run) == (5560, "0a1b")
+    figures = parse_metrics(_LOADED)
+    assert (figures.stats_port, figures.stats_run) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b'pointsman_stats_port{pid="7",run="0a"} 5560.0\npointsman_stats_port{pid="8",run="0b"} 5561.0\n',
+        b'pointsman_stats_port{run="0a"} 5560.0\npointsman_stats_port{run="0b"} 5561.0\n',
+        b'pointsman_stats_port{run="0a"} 0.0\n',
+        b'pointsman_stats_port{run="0a"} 70000.0\n',
+        b'pointsman_stats_port{run="0a"} 5.6.7\n',
+    ],
+)
+def test_a_page_that_names_no_port_or_several_is_not_listened_for(lines: bytes) -> None:
+    """Each of several API processes would push only part of the figures."""
+    assert parse_metrics(_LOADED + lines).stats_port is None
