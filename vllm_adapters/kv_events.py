@@ -1,10 +1,10 @@
 """vLLM's KV events as they travel: ZMQ frames in, the events of policies/placement/precise_index.py out. No I/O.
 
 A message is `[topic, sequence number, msgpack]`, the last an array `[time, [events], data-parallel rank]`. An event is
-a map with a key `type` (vLLM 0.26 and 0.32), or an array whose first item is the type (releases before, and engines that
-took over the format then, as SGLang did). Fields were only ever added at the end, so both encodings have the same fields in the
-same order. What is not in an older release is told by its absence: `lora_name` (adapters by number alone),
-`extra_keys` (salted blocks look like any others), `group_idx` (models with one kind of layer).
+a map with a key `type` (vLLM 0.26 and 0.32), or an array whose first item is the type (releases before, and engines
+that took over the format then, as SGLang did). Fields were only ever added at the end, so both encodings have the same
+fields in the same order. What is not in an older release is told by its absence: `lora_name` (adapters by number
+alone), `extra_keys` (salted blocks look like any others), `group_idx` (models with one kind of layer).
 """
 
 from __future__ import annotations
