@@ -256,7 +256,7 @@ class Launcher:
             await self._stop(keepers, others)
 
     async def _keep_envoy(self) -> None:
-        """Write Envoy's configuration, in a thread while the decision process starts: its imports take a second."""
+        """Write Envoy's configuration, in a thread, so that the decision process need not wait for it to start."""
         await asyncio.to_thread(self._write_envoy_config)
         await self._keep(self._envoy)
 

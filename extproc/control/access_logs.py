@@ -60,7 +60,7 @@ def cel_filter(expression: str) -> envoy.AccessLogFilter:
     )
 
 
-def _when(moment: envoy.AccessLogType, expression: str) -> envoy.AccessLogFilter:
+def _when(moment: int, expression: str) -> envoy.AccessLogFilter:
     at = envoy.AccessLogFilter(log_type_filter=envoy.LogTypeFilter(types=[moment]))
     return envoy.AccessLogFilter(and_filter=envoy.AndFilter(filters=[at, cel_filter(expression)]))
 
@@ -76,7 +76,7 @@ def _grpc_log(name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilte
                     transport_api_version=envoy.ApiVersion.V3,
                     grpc_service=pointsman_grpc_service(),
                     # 0 sends each entry at once (1-10 ms after the end); the default gathers for up to a second
-                    buffer_size_bytes=0,
+                    buffer_size_bytes=envoy.number(0),
                     buffer_flush_interval=timedelta(seconds=1),
                     custom_tags=tags,
                 ),

@@ -79,8 +79,8 @@ def key_set_clusters(config: Config) -> list[envoy.Cluster]:
     return [
         envoy.Cluster(
             name=_KEYS_CLUSTER,
-            type=envoy.ClusterDiscoveryType.STRICT_DNS,
-            dns_lookup_family=envoy.ClusterDnsLookupFamily.V4_PREFERRED,
+            type=envoy.Cluster.STRICT_DNS,
+            dns_lookup_family=envoy.Cluster.V4_PREFERRED,
             connect_timeout=_FETCH_TIMEOUT,
             load_assignment=envoy.ClusterLoadAssignment(
                 cluster_name=_KEYS_CLUSTER, endpoints=[envoy.LocalityLbEndpoints(lb_endpoints=hosts)]
@@ -97,7 +97,7 @@ def _tls(uri: SplitResult, jwt: Jwt) -> envoy.TransportSocket:
         trusted_ca=envoy.DataSource(filename=str(jwt.jwks_ca)),
         match_typed_subject_alt_names=[
             envoy.SubjectAltNameMatcher(
-                san_type=envoy.SubjectAltNameMatcherSanType.DNS, matcher=envoy.StringMatcher(exact=host)
+                san_type=envoy.SubjectAltNameMatcher.DNS, matcher=envoy.StringMatcher(exact=host)
             )
         ],
     )

@@ -31,12 +31,12 @@ def pool_cluster(config: Config, pool: Pool, via: Via = "ads") -> envoy.Cluster:
     """The cluster of one pool. It goes where our header says, and nowhere else if `wire.strict_pin`."""
     return envoy.Cluster(
         name=pool.cluster_name,
-        type=envoy.ClusterDiscoveryType.EDS,
-        eds_cluster_config=envoy.ClusterEdsClusterConfig(eds_config=_address_source(via)),
+        type=envoy.Cluster.EDS,
+        eds_cluster_config=envoy.Cluster.EdsClusterConfig(eds_config=_address_source(via)),
         connect_timeout=timedelta(milliseconds=config.timeouts.connect_ms),
         # else a removed address stays pickable for as long as it looks healthy
         ignore_health_on_host_removal=True,
-        load_balancing_policy=_policies("envoy.load_balancing_policies.override_host", _override_host(config)),
+        load_balancing_policy=_policy("envoy.load_balancing_policies.override_host", _override_host(config)),
         circuit_breakers=_breakers(config),
         typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_engine_protocol(config, pool))},
     )
@@ -51,16 +51,16 @@ def pointsman_cluster(config: Config) -> envoy.Cluster:
     """The cluster that carries ext_proc, access logs and xDS to us."""
     address = config.listen.envoy_dials
     # a mixed name: IPv4 first, since that is what `0.0.0.0` in `listen` hears
-    kind, family = envoy.ClusterDiscoveryType.STATIC, envoy.ClusterDnsLookupFamily.AUTO
+    kind, family = envoy.Cluster.STATIC, envoy.Cluster.AUTO
     if is_name(address):
-        kind, family = envoy.ClusterDiscoveryType.STRICT_DNS, envoy.ClusterDnsLookupFamily.V4_PREFERRED
+        kind, family = envoy.Cluster.STRICT_DNS, envoy.Cluster.V4_PREFERRED
     return envoy.Cluster(
         name=POINTSMAN_CLUSTER,
         type=kind,
         dns_lookup_family=family,
         # a second connection opens beyond 1024 streams; 1 s was too short for it when Python was busy
         connect_timeout=timedelta(seconds=5),
-        per_connection_buffer_limit_bytes=body_window(config),
+        per_connection_buffer_limit_bytes=envoy.number(body_window(config)),
         load_assignment=load_assignment(POINTSMAN_CLUSTER, [address]),
         circuit_breakers=_breakers(config),
         typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_grpc_protocol(config))},
@@ -92,22 +92,19 @@ def http2(config: Config, **settings: object) -> envoy.Http2ProtocolOptions:
     """HTTP/2 with windows that hold the largest body, two of them per connection."""
     window = body_window(config)
     return envoy.Http2ProtocolOptions(
-        initial_stream_window_size=window,
-        initial_connection_window_size=min(2 * window, _LARGEST_WINDOW),
-        **settings,  # type: ignore[arg-type]  # one of the message's own fields
+        initial_stream_window_size=envoy.number(window),
+        initial_connection_window_size=envoy.number(min(2 * window, _LARGEST_WINDOW)),
+        **settings,
     )
 
 
 def pointsman_grpc_service(*, retry_quickly: bool = False) -> envoy.GrpcService:
     """How Envoy's gRPC clients (ext_proc, access log, xDS) reach us."""
-    target = envoy.GrpcServiceEnvoyGrpc(cluster_name=POINTSMAN_CLUSTER)
-    if retry_quickly:
-        target.retry_policy = envoy.GrpcRetryPolicy(
-            retry_back_off=envoy.BackoffStrategy(
-                base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=5)
-            )
-        )
-    return envoy.GrpcService(envoy_grpc=target)
+    backoff = envoy.BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=5))
+    policy = envoy.GrpcRetryPolicy(retry_back_off=backoff) if retry_quickly else None
+    return envoy.GrpcService(
+        envoy_grpc=envoy.GrpcService.EnvoyGrpc(cluster_name=POINTSMAN_CLUSTER, retry_policy=policy)
+    )
 
 
 _PATIENCE_S = 2
@@ -115,78 +112,73 @@ _PATIENCE_S = 2
 
 def _address_source(via: Via) -> envoy.ConfigSource:
     # A cluster whose discovery never reports (its file is missing) must not keep a new Envoy from serving the others.
-    source = envoy.ConfigSource(
-        resource_api_version=envoy.ApiVersion.V3, initial_fetch_timeout=timedelta(seconds=_PATIENCE_S)
+    return envoy.ConfigSource(
+        resource_api_version=envoy.ApiVersion.V3,
+        initial_fetch_timeout=timedelta(seconds=_PATIENCE_S),
+        ads=envoy.AggregatedConfigSource() if via == "ads" else None,
+        api_config_source=xds_source() if via == "own_stream" else None,
     )
-    if via == "ads":
-        source.ads = envoy.AggregatedConfigSource()
-    else:
-        source.api_config_source = xds_source(envoy.ApiConfigSourceApiType.GRPC)
-    return source
 
 
-def xds_source(api_type: envoy.ApiConfigSourceApiType = envoy.ApiConfigSourceApiType.GRPC) -> envoy.ApiConfigSource:
+def xds_source() -> envoy.ApiConfigSource:
     """Our xDS server; Envoy tries again soon after we were away."""
     return envoy.ApiConfigSource(
-        api_type=api_type,
+        api_type=envoy.ApiConfigSource.GRPC,
         transport_api_version=envoy.ApiVersion.V3,
         grpc_services=[pointsman_grpc_service(retry_quickly=True)],
         set_node_on_first_message_only=True,
     )
 
 
-def _override_host(config: Config) -> envoy.OverrideHost:
-    return envoy.OverrideHost(
+def _override_host(config: Config) -> envoy.ProtoAny:
+    policy = envoy.OverrideHost(
         override_host_sources=[
-            envoy.OverrideHostOverrideHostSource(header=DESTINATION_HEADER),
-            envoy.OverrideHostOverrideHostSource(metadata=_lb_key(DESTINATION_HEADER)),
+            envoy.OverrideHost.OverrideHostSource(header=DESTINATION_HEADER),
+            envoy.OverrideHost.OverrideHostSource(metadata=_lb_key(DESTINATION_HEADER)),
         ],
-        selected_host_key=_lb_key(SERVED_KEY),
         fallback_policy=_never() if config.wire.strict_pin else _least_request(),
     )
+    return envoy.pack_extended(policy, {"selected_host_key": {"key": LB_NAMESPACE, "path": [{"key": SERVED_KEY}]}})
 
 
 def _lb_key(key: str) -> envoy.MetadataKey:
-    return envoy.MetadataKey(key=LB_NAMESPACE, path=[envoy.MetadataKeyPathSegment(key=key)])
+    return envoy.MetadataKey(key=LB_NAMESPACE, path=[envoy.MetadataKey.PathSegment(key=key)])
 
 
 def _never() -> envoy.LoadBalancingPolicy:
     # no address carries this key, so the subset is always empty: 503 instead of a choice behind our back
-    return _policies(
-        "envoy.load_balancing_policies.subset",
-        envoy.Subset(
-            fallback_policy=envoy.SubsetLbSubsetFallbackPolicy.NO_FALLBACK,
-            subset_selectors=[envoy.SubsetLbSubsetSelector(keys=["pointsman-never"])],
-            subset_lb_policy=_policies("envoy.load_balancing_policies.round_robin", envoy.RoundRobin()),
-        ),
+    subset = envoy.Subset(
+        fallback_policy=envoy.Subset.NO_FALLBACK,
+        subset_selectors=[envoy.Subset.LbSubsetSelector(keys=["pointsman-never"])],
+        subset_lb_policy=_policy("envoy.load_balancing_policies.round_robin", envoy.pack(envoy.RoundRobin())),
     )
+    return _policy("envoy.load_balancing_policies.subset", envoy.pack(subset))
 
 
 def _least_request() -> envoy.LoadBalancingPolicy:
-    return _policies("envoy.load_balancing_policies.least_request", envoy.LeastRequest())
+    return _policy("envoy.load_balancing_policies.least_request", envoy.pack(envoy.LeastRequest()))
 
 
-def _policies(name: str, policy: envoy.Message) -> envoy.LoadBalancingPolicy:
-    return envoy.LoadBalancingPolicy(
-        policies=[envoy.LoadBalancingPolicyPolicy(typed_extension_config=envoy.extension(name, policy))]
-    )
+def _policy(name: str, policy: envoy.ProtoAny) -> envoy.LoadBalancingPolicy:
+    config = envoy.TypedExtensionConfig(name=name, typed_config=policy)
+    return envoy.LoadBalancingPolicy(policies=[envoy.LoadBalancingPolicy.Policy(typed_extension_config=config)])
 
 
 def _breakers(config: Config) -> envoy.CircuitBreakers:
     # the defaults of 1024 count streams that stay open for a whole answer: the 1025th would fail or wait inside Envoy
-    most = config.limits.envoy_connections
+    most = envoy.number(config.limits.envoy_connections)
     return envoy.CircuitBreakers(
         thresholds=[
-            envoy.CircuitBreakersThresholds(
+            envoy.CircuitBreakers.Thresholds(
                 max_connections=most, max_pending_requests=most, max_requests=most, max_retries=most
             )
         ]
     )
 
 
-_HTTP1 = envoy.HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=envoy.Http1ProtocolOptions())
+_HTTP1 = envoy.UpstreamHttpProtocolOptions.ExplicitHttpConfig(http_protocol_options=envoy.Http1ProtocolOptions())
 # without keep-alive pings: gRPC servers take offence at them and hang up
-_HTTP2 = envoy.HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=envoy.Http2ProtocolOptions())
+_HTTP2 = envoy.UpstreamHttpProtocolOptions.ExplicitHttpConfig(http2_protocol_options=envoy.Http2ProtocolOptions())
 
 
 def _engine_protocol(config: Config, pool: Pool) -> envoy.UpstreamHttpProtocolOptions:
@@ -203,7 +195,7 @@ def _grpc_protocol(config: Config) -> envoy.UpstreamHttpProtocolOptions:
     # the keep-alive bounds a hung process of ours to 10 s; running answers go on
     keepalive = envoy.KeepaliveSettings(interval=timedelta(seconds=5), timeout=timedelta(seconds=5))
     return envoy.UpstreamHttpProtocolOptions(
-        explicit_http_config=envoy.HttpProtocolOptionsExplicitHttpConfig(
+        explicit_http_config=envoy.UpstreamHttpProtocolOptions.ExplicitHttpConfig(
             http2_protocol_options=http2(config, connection_keepalive=keepalive)
         )
     )

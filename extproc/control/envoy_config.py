@@ -2,8 +2,8 @@
 
 Not here: what changes while we run (xds.py), and the parts themselves (listener.py, clusters.py and their like).
 
-Rejected: templates of YAML text. Every setting here was measured to matter, and a typed message is checked by mypy
-before Envoy sees it. Importing this module costs about a second: import it lazily.
+Rejected: templates of YAML text. Every setting here was measured to matter, and a message refuses a field it does not
+have before Envoy sees it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import betterproto2
 import yaml
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from extproc.config.schema import Config, is_wildcard
 from extproc.control import envoy_types as envoy
@@ -41,7 +42,7 @@ __all__ = [
     "to_yaml",
 ]
 
-Sections: TypeAlias = Mapping[str, betterproto2.Message | Sequence[betterproto2.Message]]
+Sections: TypeAlias = Mapping[str, Message | Sequence[Message]]
 """Parts of an Envoy configuration by the name of the field they belong in."""
 
 
@@ -70,10 +71,13 @@ def bootstrap(
         # xDS refuses to start unless both are set
         node=envoy.Node(id=node_id, cluster=node_cluster),
         admin=_admin(admin_socket) if admin_socket else None,
-        static_resources=envoy.BootstrapStaticResources(
+        static_resources=envoy.Bootstrap.StaticResources(
             listeners=listeners(config), clusters=[pointsman_cluster(config), *key_set_clusters(config)]
         ),
-        dynamic_resources=_dynamic_resources(),
+        dynamic_resources=envoy.Bootstrap.DynamicResources(
+            ads_config=xds_source(),
+            cds_config=envoy.ConfigSource(ads=envoy.AggregatedConfigSource(), resource_api_version=envoy.ApiVersion.V3),
+        ),
     )
 
 
@@ -101,27 +105,26 @@ def filters(config: Config) -> Sections:
     }
 
 
-def to_yaml(parts: betterproto2.Message | Sections) -> str:
+def to_yaml(parts: Message | Sections) -> str:
     """YAML as Envoy reads it."""
     return yaml.safe_dump(_plain(parts), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _plain(parts: object) -> Any:  # noqa: ANN401 - JSON-like data of any shape
-    if isinstance(parts, betterproto2.Message):
-        return parts.to_dict(casing=betterproto2.Casing.SNAKE)
+def _plain(parts: Message | Sections | Sequence[Message]) -> Any:  # noqa: ANN401 - JSON-like data of any shape
+    if isinstance(parts, Message):
+        return _in_order(MessageToDict(parts, preserving_proto_field_name=True))
     if isinstance(parts, Mapping):
-        return {key: _plain(value) for key, value in parts.items()}
-    if isinstance(parts, Sequence):
-        return [_plain(part) for part in parts]
-    raise TypeError(f"{type(parts).__name__} is no part of an Envoy configuration")
+        return {name: _plain(section) for name, section in parts.items()}
+    return [_plain(part) for part in parts]
+
+
+def _in_order(value: object) -> object:
+    """What it is comes first, the rest by the alphabet: the messages' own order of maps differs from run to run."""
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: (key not in {"@type", "name"}, key))
+        return {key: _in_order(value[key]) for key in keys}
+    return [_in_order(item) for item in value] if isinstance(value, list) else value
 
 
 def _admin(socket: str) -> envoy.Admin:
     return envoy.Admin(address=envoy.Address(pipe=envoy.Pipe(path=socket)))
-
-
-def _dynamic_resources() -> envoy.BootstrapDynamicResources:
-    return envoy.BootstrapDynamicResources(
-        ads_config=xds_source(),
-        cds_config=envoy.ConfigSource(ads=envoy.AggregatedConfigSource(), resource_api_version=envoy.ApiVersion.V3),
-    )

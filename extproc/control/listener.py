@@ -55,32 +55,31 @@ def _tcp_listener(config: Config) -> envoy.Listener:
     public = listener_settings(config)
     public.name = "pointsman"
     # else a second Envoy on the same port starts without a word, and the kernel deals it half of the connections
-    public.enable_reuse_port = False
-    public.address = socket_address(config.listen.http)
+    public.enable_reuse_port.value = False
+    public.address.CopyFrom(socket_address(config.listen.http))
     socket = None if config.listen.http_tls is None else _tls_socket(config.listen.http_tls)
-    public.filter_chains = [_filter_chain(http_connection_manager(config), socket)]
+    public.filter_chains.append(_filter_chain(http_connection_manager(config), socket))
     return public
 
 
 def _quic_listener(config: Config) -> envoy.Listener:
     """The same over QUIC. Of several Envoys on one port the kernel deals each a part: UDP leaves no choice."""
     manager = http_connection_manager(config)
-    manager.codec_type = envoy.HttpConnectionManagerCodecType.HTTP3
-    manager.http3_protocol_options = envoy.Http3ProtocolOptions(quic_protocol_options=_quic_options())
+    manager.codec_type = envoy.HttpConnectionManager.HTTP3
+    manager.http3_protocol_options.quic_protocol_options.CopyFrom(_quic_options())
     public = listener_settings(config)
     public.name = "pointsman_http3"
-    public.address = socket_address(config.listen.http3 or "")
-    if public.address.socket_address is not None:
-        public.address.socket_address.protocol = envoy.SocketAddressProtocol.UDP
-    public.udp_listener_config = envoy.UdpListenerConfig(quic_options=envoy.QuicProtocolOptions())
-    public.filter_chains = [_filter_chain(manager, _quic_socket(config))]
+    public.address.CopyFrom(socket_address(config.listen.http3 or ""))
+    public.address.socket_address.protocol = envoy.SocketAddress.UDP
+    public.udp_listener_config.quic_options.SetInParent()
+    public.filter_chains.append(_filter_chain(manager, _quic_socket(config)))
     return public
 
 
 def _quic_options() -> envoy.ConnectionQuicOptions:
     # an engine may be silent for minutes before its first token: our pings keep the connection, not the 300 s default
     pings = envoy.QuicKeepAliveSettings(initial_interval=timedelta(seconds=10), max_interval=timedelta(seconds=60))
-    return envoy.ConnectionQuicOptions(max_concurrent_streams=1024, connection_keepalive=pings)
+    return envoy.ConnectionQuicOptions(max_concurrent_streams=envoy.number(1024), connection_keepalive=pings)
 
 
 def _filter_chain(manager: envoy.HttpConnectionManager, socket: envoy.TransportSocket | None) -> envoy.FilterChain:
@@ -100,12 +99,15 @@ def _quic_socket(config: Config) -> envoy.TransportSocket:
         raise AssertionError("the config refuses http3 without http_tls")
     # no early data: a replayed request would be paid for twice
     transport = envoy.QuicDownstreamTransport(
-        downstream_tls_context=_tls_context(config.listen.http_tls, ["h3"]), enable_early_data=False
+        downstream_tls_context=_tls_context(config.listen.http_tls, ["h3"]), enable_early_data=envoy.flag(on=False)
     )
     return envoy.TransportSocket(name="envoy.transport_sockets.quic", typed_config=envoy.pack(transport))
 
 
 def _tls_context(tls: Tls, protocols: list[str]) -> envoy.DownstreamTlsContext:
+    client_ca = None
+    if tls.client_ca is not None:
+        client_ca = envoy.CertificateValidationContext(trusted_ca=envoy.DataSource(filename=str(tls.client_ca)))
     common = envoy.CommonTlsContext(
         alpn_protocols=protocols,
         tls_certificates=[
@@ -114,44 +116,43 @@ def _tls_context(tls: Tls, protocols: list[str]) -> envoy.DownstreamTlsContext:
                 private_key=envoy.DataSource(filename=str(tls.key)),
             )
         ],
+        validation_context=client_ca,
     )
-    if tls.client_ca is not None:
-        common.validation_context = envoy.CertificateValidationContext(
-            trusted_ca=envoy.DataSource(filename=str(tls.client_ca))
-        )
-    return envoy.DownstreamTlsContext(common_tls_context=common, require_client_certificate=tls.client_ca is not None)
+    return envoy.DownstreamTlsContext(
+        common_tls_context=common, require_client_certificate=envoy.flag(on=client_ca is not None)
+    )
 
 
 def listener_settings(config: Config) -> envoy.Listener:
     """What we need of any listener."""
     # the routes' limit alone is not enough: without this one HTTP/1 bodies of 31 MiB were refused
-    return envoy.Listener(per_connection_buffer_limit_bytes=body_window(config))
+    return envoy.Listener(per_connection_buffer_limit_bytes=envoy.number(body_window(config)))
 
 
 def http_connection_manager(config: Config) -> envoy.HttpConnectionManager:
     """Everything between a client's connection and the routes."""
     manager = http_settings(config)
     manager.stat_prefix = "pointsman"
-    manager.route_config = route_configuration(config)
-    manager.http_filters = http_filters(config)
-    manager.access_log = [request_log()]
-    manager.early_header_mutation_extensions = [header_stripping(config)]
-    manager.local_reply_config = local_replies()
+    manager.route_config.CopyFrom(route_configuration(config))
+    manager.http_filters.extend(http_filters(config))
+    manager.access_log.append(request_log())
+    manager.early_header_mutation_extensions.append(header_stripping(config))
+    manager.local_reply_config.CopyFrom(local_replies())
     return manager
 
 
 def http_settings(config: Config) -> envoy.HttpConnectionManager:
     """What we need of any HTTP connection manager beside its filters, routes and logs."""
     manager = envoy.HttpConnectionManager(
-        http2_protocol_options=http2(config, max_concurrent_streams=1024),
-        use_remote_address=True,
-        generate_request_id=True,
+        http2_protocol_options=http2(config, max_concurrent_streams=envoy.number(1024)),
+        use_remote_address=envoy.flag(on=True),
+        generate_request_id=envoy.flag(on=True),
         # the engine's own server header is part of its answer
-        server_header_transformation=envoy.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+        server_header_transformation=envoy.HttpConnectionManager.PASS_THROUGH,
+        upgrade_configs=[
+            envoy.HttpConnectionManager.UpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters(config))
+        ],
     )
-    manager.upgrade_configs = [
-        envoy.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters(config))
-    ]
     _set_timeouts(manager, config)
     _set_path_rules(manager)
     return manager
@@ -159,13 +160,13 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
 
 def http_filters(config: Config) -> list[envoy.HttpFilter]:
     """Verified tokens, usage extraction, ext_proc, router. Responses meet them in the opposite order."""
-    decide = _ext_proc_filter(config, envoy.ProcessingModeBodySendMode.BUFFERED)
+    decide = _ext_proc_filter(config, envoy.ProcessingMode.BUFFERED)
     return [*authentication_filters(config), _usage_filter(), decide, _router_filter()]
 
 
 def _upgrade_filters(config: Config) -> list[envoy.HttpFilter]:
     """The same for a WebSocket, whose request never ends: a buffered one would never be sent on."""
-    decide = _ext_proc_filter(config, envoy.ProcessingModeBodySendMode.NONE)
+    decide = _ext_proc_filter(config, envoy.ProcessingMode.NONE)
     return [*authentication_filters(config), decide, _router_filter()]
 
 
@@ -183,19 +184,17 @@ def header_stripping(config: Config) -> envoy.TypedExtensionConfig:
 
 def _set_timeouts(manager: envoy.HttpConnectionManager, config: Config) -> None:
     # counts while a request waits for its decision too: the undecided route has no idle timeout of its own
-    manager.stream_idle_timeout = timedelta(seconds=config.timeouts.stream_idle_s)
-    manager.request_headers_timeout = timedelta(seconds=10)
+    manager.stream_idle_timeout.FromTimedelta(timedelta(seconds=config.timeouts.stream_idle_s))
+    manager.request_headers_timeout.FromSeconds(10)
     # a cut HTTP/1 stream reaches the client only after this; the default is a second
-    manager.delayed_close_timeout = timedelta(milliseconds=50)
+    manager.delayed_close_timeout.FromMilliseconds(50)
 
 
 def _set_path_rules(manager: envoy.HttpConnectionManager) -> None:
     # the path we judge must be the path the engine sees: /v1/../sleep is not a chat request
-    manager.normalize_path = True
+    manager.normalize_path.value = True
     manager.merge_slashes = True
-    manager.path_with_escaped_slashes_action = (
-        envoy.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD
-    )
+    manager.path_with_escaped_slashes_action = envoy.HttpConnectionManager.UNESCAPE_AND_FORWARD
 
 
 def _usage_filter() -> envoy.HttpFilter:
@@ -222,7 +221,7 @@ def _usage_filter() -> envoy.HttpFilter:
     )
 
 
-def _ext_proc_filter(config: Config, bodies: envoy.ProcessingModeBodySendMode) -> envoy.HttpFilter:
+def _ext_proc_filter(config: Config, bodies: int) -> envoy.HttpFilter:
     return envoy.HttpFilter(
         name=EXT_PROC,
         typed_config=envoy.pack(
@@ -233,7 +232,9 @@ def _ext_proc_filter(config: Config, bodies: envoy.ProcessingModeBodySendMode) -
                 failure_mode_allow=True,
                 message_timeout=_HOLD,
                 # without these two, routing headers and x-envoy-* timeouts from us are dropped in silence
-                mutation_rules=envoy.HeaderMutationRules(allow_all_routing=True, allow_envoy=True),
+                mutation_rules=envoy.HeaderMutationRules(
+                    allow_all_routing=envoy.flag(on=True), allow_envoy=envoy.flag(on=True)
+                ),
                 forward_rules=envoy.HeaderForwardingRules(allowed_headers=_forwarded_headers(config)),
                 metadata_options=_metadata(config),
             )
@@ -243,11 +244,10 @@ def _ext_proc_filter(config: Config, bodies: envoy.ProcessingModeBodySendMode) -
 
 def _metadata(config: Config) -> envoy.MetadataOptions:
     """What we may write, and what is told to us."""
-    options = envoy.MetadataOptions(
-        receiving_namespaces=envoy.MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, METADATA_NAMESPACE])
-    )
+    options = envoy.MetadataOptions()
+    options.receiving_namespaces.untyped.extend((LB_NAMESPACE, METADATA_NAMESPACE))
     if config.access.jwt is not None:
-        options.forwarding_namespaces = envoy.MetadataOptionsMetadataNamespaces(untyped=[JWT_NAMESPACE])
+        options.forwarding_namespaces.untyped.append(JWT_NAMESPACE)
     return options
 
 
@@ -272,7 +272,7 @@ def _router_filter() -> envoy.HttpFilter:
                 suppress_envoy_headers=True,
                 upstream_log=[upstream_log()],
                 # tells of another address at once, not when its answer has ended
-                upstream_log_options=envoy.RouterUpstreamAccessLogOptions(flush_upstream_log_on_upstream_stream=True),
+                upstream_log_options=envoy.Router.UpstreamAccessLogOptions(flush_upstream_log_on_upstream_stream=True),
             )
         ),
     )

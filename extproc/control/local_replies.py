@@ -94,7 +94,7 @@ def set_header(name: str, value: str) -> envoy.HeaderValueOption:
     """A header that replaces whatever stood there and is left out where its value comes out empty."""
     return envoy.HeaderValueOption(
         header=envoy.HeaderValue(key=name, value=value),
-        append_action=envoy.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+        append_action=envoy.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
     )
 
 
@@ -108,7 +108,8 @@ def _grpc_mapper() -> envoy.ResponseMapper:
 
 
 def _mapper(kind: _Kind) -> envoy.ResponseMapper:
-    body = envoy.Struct.from_dict(error_fields(kind.type, kind.code, kind.message))
+    body = envoy.Struct()
+    body.update(error_fields(kind.type, kind.code, kind.message))
     return envoy.ResponseMapper(
         filter=cel_filter(f"{_BY_ENVOY} && {kind.when}"),
         body_format_override=envoy.SubstitutionFormatString(json_format=body, content_type="application/json"),

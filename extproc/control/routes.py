@@ -67,7 +67,7 @@ def _decided_route(config: Config) -> envoy.Route:
     return envoy.Route(
         name="decided",
         match=envoy.RouteMatch(prefix="/", headers=[envoy.HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]),
-        request_body_buffer_limit=body_window(config),
+        request_body_buffer_limit=envoy.UInt64Value(value=body_window(config)),
         route=envoy.RouteAction(
             cluster_header=CLUSTER_HEADER,
             # a total time limit would cut long answers; silence for idle_timeout ends a stream instead
@@ -83,7 +83,7 @@ def _undecided_route(config: Config) -> envoy.Route:
         name="undecided",
         match=envoy.RouteMatch(prefix="/"),
         # every request matches here first, while its body arrives: this is the limit that counts
-        request_body_buffer_limit=body_window(config),
+        request_body_buffer_limit=envoy.UInt64Value(value=body_window(config)),
         direct_response=envoy.DirectResponseAction(
             status=503, body=envoy.DataSource(inline_string=json.dumps(_UNDECIDED))
         ),
@@ -99,11 +99,11 @@ def _undecided_call() -> envoy.Route:
 
     Envoy makes a gRPC status of the answer, UNAVAILABLE, and its message of the body.
     """
-    mode = processing_mode(envoy.ProcessingModeBodySendMode.NONE)
+    mode = processing_mode(envoy.ProcessingMode.NONE)
     settings = envoy.ExtProcPerRoute(overrides=envoy.ExtProcOverrides(processing_mode=mode))
     return envoy.Route(
         name="undecided_grpc",
-        match=envoy.RouteMatch(prefix="/", grpc=envoy.RouteMatchGrpcRouteMatchOptions()),
+        match=envoy.RouteMatch(prefix="/", grpc=envoy.RouteMatch.GrpcRouteMatchOptions()),
         direct_response=envoy.DirectResponseAction(
             status=503, body=envoy.DataSource(inline_string=_UNDECIDED["error"]["message"] or "")
         ),
@@ -111,15 +111,15 @@ def _undecided_call() -> envoy.Route:
     )
 
 
-def processing_mode(bodies: envoy.ProcessingModeBodySendMode) -> envoy.ProcessingMode:
+def processing_mode(bodies: int) -> envoy.ProcessingMode:
     """What of a request and its answer is shown to us."""
-    send, skip = envoy.ProcessingModeHeaderSendMode.SEND, envoy.ProcessingModeHeaderSendMode.SKIP
+    send, skip = envoy.ProcessingMode.SEND, envoy.ProcessingMode.SKIP
     return envoy.ProcessingMode(
         request_header_mode=send,
         request_body_mode=bodies,
         request_trailer_mode=skip,
         response_header_mode=skip,
-        response_body_mode=envoy.ProcessingModeBodySendMode.NONE,
+        response_body_mode=envoy.ProcessingMode.NONE,
         # engines send no trailers, so this costs nothing; but it keeps our stream open until the answer ends, which
         # makes the stream itself the count of requests in flight
         response_trailer_mode=send,
@@ -130,13 +130,13 @@ def _retry_policy(config: Config) -> envoy.RetryPolicy:
     return envoy.RetryPolicy(
         retry_on=RETRY_ON,
         retriable_status_codes=list(config.retries.statuses),
-        num_retries=config.retries.attempts,
-        retry_back_off=envoy.RetryPolicyRetryBackOff(
+        num_retries=envoy.number(config.retries.attempts),
+        retry_back_off=envoy.RetryPolicy.RetryBackOff(
             base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
         ),
         # matters once our list is used up: the fallback must not choose the host that just failed
         retry_host_predicate=[
-            envoy.RetryPolicyRetryHostPredicate(
+            envoy.RetryPolicy.RetryHostPredicate(
                 name="envoy.retry_host_predicates.previous_hosts",
                 typed_config=envoy.pack(envoy.PreviousHostsPredicate()),
             )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from extproc.config.schema import Config
+from extproc.control.clusters import pool_cluster
 from extproc.control.xds import Snapshot, XdsServer
 from extproc.fleet.fleet import Fleet
 
@@ -25,10 +26,8 @@ class PublishEvents(Protocol):
 
 def clusters_of(config: Config) -> dict[str, bytes]:
     """Our clusters, serialized. Raises whatever a value that Envoy's messages cannot hold raises."""
-    # Importing envoy-data-plane takes about a second, so only a process that serves xDS pays for it.
-    from extproc.control.envoy_config import pool_cluster
-
-    return {pool.cluster_name: bytes(pool_cluster(config, pool)) for pool in config.pools if pool.cluster is None}
+    ours = [pool for pool in config.pools if pool.cluster is None]
+    return {pool.cluster_name: pool_cluster(config, pool).SerializeToString(deterministic=True) for pool in ours}
 
 
 class Publisher:

@@ -1,7 +1,7 @@
 """The only module on the hot path that knows protobuf: ext_proc and access-log messages to plain data and back.
 
-Messages are upb (xds-protos). envoy-data-plane's classes are pleasant and cost 300 us each, so they are kept to the
-control plane. Replies that never vary are serialised once at import.
+Messages are upb (xds-protos); envoy-data-plane's classes are pleasant and cost 300 us each. Replies that never vary are
+serialised once at import.
 """
 
 from __future__ import annotations
