@@ -15,7 +15,7 @@ class QuietEngine(Engine):
 
     def quiet_steps(self) -> int:
         """How many of the coming steps are quiet, if nobody submits or aborts."""
-        if self._prefilling or not self._due or self._admits():
+        if self._prefilling or self._growing or self._leaving or not self._due or self._admits():
             return 0
         return max(0, self._due[0][0] - self._step - 1)
 

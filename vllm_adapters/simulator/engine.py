@@ -5,6 +5,10 @@ real one) and ends it; in between it may submit and abort. A step costs time in 
 (admissions, first tokens, full blocks, ends), never to the number of sequences decoding: those are sums, and a
 heap says which of them is due next.
 
+Blocks move as under vLLM's asynchronous scheduling, which plans a step while the one before still computes: a block
+can be hit as soon as the step that fills it is planned, and a request that ended in a step gives back its place and
+its blocks only after the next one was planned. tests/engine/test_fidelity.py holds it to vLLM's own scheduler.
+
 Not modelled: speculative decoding, LoRA, priorities, prefill and decode on different machines.
 """
 
@@ -46,10 +50,12 @@ class Running:
     computed: int = 0  # tokens in the cache, as of `decoding_since` when decoding
     generated: int = 0  # output tokens, likewise
     decoding_since: int | None = None  # number of the step, None while prefilling or waiting
-    held: int = 0  # complete blocks, from the start of `block_hashes`
+    held: list[int] = field(default_factory=list)  # complete blocks, one for each of the first `block_hashes`
     private: int = 0  # blocks after those
     epoch: int = 0  # counts stays in the running batch; what refers to an earlier stay is void
+    turn: int = 0  # number of its last admission: the order of the running batch
     admitted_before: bool = False
+    done: bool = False  # generated everything; it may hold its blocks for one more plan
 
 
 @dataclass(slots=True)
@@ -87,12 +93,16 @@ class Engine:
         self._running: dict[RequestId, Running] = {}  # in order of admission: the last is preempted first
         self._prefilling: dict[RequestId, Running] = {}
         self._chunks: list[tuple[Running, int, int]] | None = None  # sequence, its epoch, tokens; None between steps
-        self._due: list[tuple[int, int, Running, int]] = []  # step, tie-break, sequence, its epoch
-        self._events = 0
+        self._due: list[tuple[int, int, Running, int]] = []  # step, turn, sequence, its epoch
+        self._growing: list[tuple[Running, int]] = []  # need a block to go on, in order of turn
+        self._leaving: list[Running] = []  # ended in the step before; in the batch until the next is planned
+        self._preempted: list[RequestId] = []  # by the plan of the step in progress
+        self._turns = 0
         self._step = 0
         self._decoding = 0
         self._decoding_kv_tokens = 0
-        self._head_refused = False  # the first in the queue found no room, and nothing was freed since
+        self._head_refused = False  # the first in the queue found no room, and nothing has changed for it since
+        self._head_missing: int | None = None  # the first block it did not find
 
     # -- figures
 
@@ -152,7 +162,7 @@ class Engine:
             self._head_refused = False
             return True
         request = self._running.get(request_id)
-        if request is None:
+        if request is None or request.done:
             return False
         self._leave(request)
         return True
@@ -169,8 +179,12 @@ class Engine:
         if self._chunks is not None:
             raise RuntimeError("the step before has not ended")
         chunks = self._plan()
-        if not chunks and not self._decoding:
-            return None
+        while not chunks and not self._decoding:
+            if not self._leaving and (self._head_refused or not self._waiting):
+                return None
+            self._let_go()
+            chunks = self._plan()
+        self._let_go()
         self._chunks = chunks
         prefill_tokens, attention_tokens = 0, 0.0
         for request, _, tokens in chunks:
@@ -188,52 +202,89 @@ class Engine:
         chunks, self._chunks = self._chunks, None
         if chunks is None:
             raise RuntimeError("no step was started")
-        outcome = Step()
+        outcome, self._preempted = Step(preempted=self._preempted), []
         self._step += 1
         self._decoding_kv_tokens += self._decoding
         self.generation_tokens_total += self._decoding
-        if self._due and self._due[0][0] <= self._step:
-            self._settle_due(outcome)
         for request, epoch, tokens in chunks:
             if request.epoch == epoch:
                 self._prefilled(request, tokens, outcome)
+        if self._due and self._due[0][0] <= self._step:
+            self._settle_due(outcome)
         return outcome
 
     # -- planning
 
     def _plan(self) -> list[tuple[Running, int, int]]:
+        preempted = self.preemptions_total
+        self._grow()
         budget = self.max_batched_tokens - self._decoding  # decoding comes first, one token each
         chunks: list[tuple[Running, int, int]] = []
-        for request in self._prefilling.values():
+        for request in tuple(self._prefilling.values()):
             if budget <= 0:
                 return chunks
-            budget -= self._cut(request, budget, chunks)
+            budget -= self._go_on(request, budget, chunks)
+        if self.preemptions_total > preempted:  # who had to go is not let in again at once, nor is anybody else
+            return chunks
         while budget > 0 and self._waiting and len(self._running) < self.max_num_seqs:
-            admitted = self._admit()
+            admitted = self._admit(budget)
             if admitted is None:
                 break
             budget -= self._cut(admitted, budget, chunks)
         return chunks
 
-    @staticmethod
-    def _cut(request: Running, budget: int, chunks: list[tuple[Running, int, int]]) -> int:
+    def _grow(self) -> None:
+        """Give those whose last block is full the next one, in the order of the batch."""
+        growing, self._growing = self._growing, []
+        for request, epoch in growing:
+            if request.epoch == epoch and self._make_room(request, 1):
+                self._publish(request, self._computed(request))
+                self._schedule(request)
+
+    def _go_on(self, request: Running, budget: int, chunks: list[tuple[Running, int, int]]) -> int:
+        """Cut the next chunk of a prompt, with blocks for it; the tokens, 0 if it had to make room itself."""
+        tokens = min(budget, request.prefill_target - request.computed)
+        blocks = self._blocks_for(request.computed + tokens) - len(request.held) - request.private
+        return self._cut(request, budget, chunks) if self._make_room(request, blocks) else 0
+
+    def _make_room(self, request: Running, blocks: int) -> bool:
+        """Take blocks for a running request, from the last ones in if need be. False if it was the last one itself."""
+        epoch = request.epoch
+        while not self.cache.acquire((), blocks):
+            self._preempt()
+            if request.epoch != epoch:
+                return False
+        request.private += blocks
+        return True
+
+    def _cut(self, request: Running, budget: int, chunks: list[tuple[Running, int, int]]) -> int:
         tokens = min(budget, request.prefill_target - request.computed)
         chunks.append((request, request.epoch, tokens))
+        # What is planned can be hit: whoever does is computed after it, in the same step or a later one.
+        self._publish(request, request.computed + tokens)
         return tokens
 
-    def _admit(self) -> Running | None:
-        """Move the head of the queue into the batch with blocks for its whole prompt. None if there is no room."""
+    def _admit(self, budget: int) -> Running | None:
+        """Move the head of the queue into the batch if there is room for its whole prompt, else None.
+
+        It takes blocks for its first chunk only.
+        """
         if self._head_refused:
             return None
         request = next(iter(self._waiting.values()))
-        size = self.block_size_tokens
+        size, target = self.block_size_tokens, request.prefill_target
         # The last token is computed even on a full hit: its logits give the first output token.
-        hit = self.cache.holds(request.block_hashes, (request.prefill_target - 1) // size)
-        private = self._blocks_for(request.prefill_target + 1) - hit
-        if not self.cache.acquire(request.block_hashes[:hit], private):
+        usable = (target - 1) // size
+        hit = self.cache.holds(request.block_hashes, usable)
+        private = self._blocks_for(min(target, hit * size + budget)) - hit
+        found = self.cache.found(request.block_hashes, hit)
+        if not self.cache.acquire(found, private, spare=self._blocks_for(target) - hit - private):
             self._head_refused = True
+            self._head_missing = request.block_hashes[hit] if hit < min(usable, len(request.block_hashes)) else None
             return None
-        request.held, request.private, request.computed = hit, private, hit * size
+        request.held, request.private, request.computed = found, private, hit * size
+        self._turns += 1
+        request.turn = self._turns
         del self._waiting[request.request_id]
         self._running[request.request_id] = self._prefilling[request.request_id] = request
         self._count_hit(request)
@@ -254,7 +305,6 @@ class Engine:
 
     def _prefilled(self, request: Running, tokens: int, outcome: Step) -> None:
         request.computed += tokens
-        self._publish(request, request.computed)
         if request.computed < request.prefill_target:
             return
         del self._prefilling[request.request_id]
@@ -263,12 +313,6 @@ class Engine:
             self.prompt_tokens_total += request.prompt_tokens
         request.generated += 1
         self.generation_tokens_total += 1
-        if request.generated >= request.output_tokens:
-            self._finish(request, outcome)
-        else:
-            self._start_decoding(request)
-
-    def _start_decoding(self, request: Running) -> None:
         request.decoding_since = self._step
         self._decoding += 1
         self._decoding_kv_tokens += request.computed
@@ -276,14 +320,12 @@ class Engine:
 
     def _schedule(self, request: Running) -> None:
         """Note the step at which a decoding request needs attention: its end, or a full last block."""
-        room = (request.held + request.private) * self.block_size_tokens - self._computed(request)
+        room = (len(request.held) + request.private) * self.block_size_tokens - self._computed(request)
         left = request.output_tokens - self.generated(request)
-        self._events += 1
-        heapq.heappush(self._due, (self._step + min(room, left), self._events, request, request.epoch))
+        heapq.heappush(self._due, (self._step + min(room, left), request.turn, request, request.epoch))
 
     def _settle_due(self, outcome: Step) -> None:
-        """End those that are done, then give the others their next block: the ends may make room."""
-        growing: list[tuple[Running, int]] = []
+        """End those that are done; the next plan gives the others their next block."""
         while self._due and self._due[0][0] <= self._step:
             _, _, request, epoch = heapq.heappop(self._due)
             if request.epoch != epoch:
@@ -291,54 +333,59 @@ class Engine:
             if self.generated(request) >= request.output_tokens:
                 self._finish(request, outcome)
             else:
-                growing.append((request, epoch))
-        for request, epoch in growing:
-            if request.epoch == epoch:
-                self._grow(request, outcome)
-
-    def _grow(self, request: Running, outcome: Step) -> None:
-        self._publish(request, self._computed(request))
-        epoch = request.epoch
-        while not self.cache.acquire((), 1):
-            self._preempt(outcome)
-            if request.epoch != epoch:  # it was the last one in itself
-                return
-        request.private += 1
-        self._schedule(request)
+                self._growing.append((request, epoch))
 
     def _publish(self, request: Running, computed: int) -> None:
         """Make the full blocks visible to others."""
         full = min(computed // self.block_size_tokens, len(request.block_hashes))
-        while request.held < full:
-            self.cache.complete(request.block_hashes[request.held])
-            request.held += 1
+        for position in range(len(request.held), full):
+            block = request.block_hashes[position]
+            request.held.append(self.cache.complete(block))
             request.private -= 1
+            if block == self._head_missing:
+                self._head_refused = False
 
     def _finish(self, request: Running, outcome: Step) -> None:
-        self._publish(request, self._computed(request))
         outcome.finished.append(request.request_id)
-        self._leave(request)
+        self._stop_decoding(request)
+        request.done = True
+        self._leaving.append(request)
 
-    def _preempt(self, outcome: Step) -> None:
+    def _let_go(self) -> None:
+        """Take those that ended in the step before out of the batch."""
+        leaving, self._leaving = self._leaving, []
+        for request in leaving:
+            self._publish(request, request.computed)
+            self._leave(request)
+
+    def _preempt(self) -> None:
         """Send the last one in back to the head of the queue; it recomputes what the cache does not keep."""
         request = next(reversed(self._running.values()))
         self._leave(request)
+        self.preemptions_total += 1
+        if request.done:  # it had ended, nothing is left to do
+            self._leaving.remove(request)
+            return
         request.prefill_target = request.prompt_tokens + request.generated
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
-        outcome.preempted.append(request.request_id)
-        self.preemptions_total += 1
+        self._preempted.append(request.request_id)
+
+    def _stop_decoding(self, request: Running) -> None:
+        """Leave the sums of those that decode. Its `generated` and `computed` stay right."""
+        if request.decoding_since is None:
+            return
+        computed, generated = self._computed(request), self.generated(request)
+        self._decoding -= 1
+        self._decoding_kv_tokens -= computed
+        request.computed, request.generated, request.decoding_since = computed, generated, None
 
     def _leave(self, request: Running) -> None:
         """Take a request out of the batch and give back all it holds. Its `generated` stays right."""
-        computed, generated = self._computed(request), self.generated(request)
-        if request.decoding_since is not None:
-            self._decoding -= 1
-            self._decoding_kv_tokens -= computed
+        self._stop_decoding(request)
         del self._running[request.request_id]
         self._prefilling.pop(request.request_id, None)
-        self.cache.release(request.block_hashes[: request.held], request.private)
-        request.held = request.private = request.computed = 0
-        request.generated, request.decoding_since = generated, None
+        self.cache.release(request.held, request.private)
+        request.held, request.private, request.computed = [], 0, 0
         request.epoch += 1
         self._head_refused = False

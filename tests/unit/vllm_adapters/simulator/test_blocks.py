@@ -56,16 +56,37 @@ def test_room_is_not_counted_twice_for_blocks_about_to_be_revived() -> None:
 
 
 def test_two_holders_of_one_block_share_it() -> None:
-    """A block computed twice at the same time is kept once, and stays until both have let go."""
+    """A block that two sequences use is there once, and stays until both have let go."""
     cache = BlockCache(4)
-    assert cache.acquire((), 2)
-    cache.complete(7)
-    cache.complete(7)
-    assert cache.used == 1
+    filled(cache, [7])
+    assert cache.acquire([7], 0)
+    assert cache.acquire([7], 0)
     cache.release([7], 0)
     assert (cache.used, cache.idle) == (1, 0)
     cache.release([7], 0)
     assert (cache.used, cache.idle) == (0, 1)
+
+
+def test_a_block_computed_twice_is_there_twice() -> None:
+    """As in vLLM, which keeps the copy; when the first one is evicted the copy is the hit."""
+    cache = BlockCache(4)
+    assert cache.acquire((), 2)
+    first, copy = cache.complete(7), cache.complete(7)
+    assert (cache.used, cache.holds([7]), cache.found([7], 1)) == (2, 1, [first])
+    cache.release([first], 0)
+    assert cache.acquire((), 3)
+    assert (cache.holds([7]), cache.found([7], 1)) == (1, [copy])
+    cache.release([copy], 3)
+    assert cache.acquire((), 4)
+    assert (cache.holds([7]), cache._copies, cache._copied) == (0, {}, {})
+
+
+def test_room_can_be_asked_for_that_is_not_taken_yet() -> None:
+    """What a sequence will need later must be there when it is let in."""
+    cache = BlockCache(4)
+    assert not cache.acquire((), 2, spare=3)
+    assert cache.acquire((), 2, spare=2)
+    assert cache.used == 2
 
 
 def test_holds_stops_at_the_first_gap() -> None:

@@ -132,14 +132,44 @@ def test_a_full_hit_still_computes_the_last_token() -> None:
     assert outcomes[0].first_tokens == ["b"]
 
 
-def test_blocks_are_visible_once_computed_and_not_before() -> None:
-    """A request admitted in the same step as its twin finds nothing; one a step later finds the first chunk."""
-    engine = Engine(max_batched_tokens=64)
+def test_blocks_can_be_hit_once_their_computation_is_planned() -> None:
+    """A request admitted in the same step as its twin finds all that the twin's chunk will fill, and no more."""
+    engine = Engine(max_batched_tokens=300)
     twins = [engine.submit(name, chain(1, 16), 256, 1) for name in ("a", "b")]
+    late = engine.submit("c", chain(1, 40), 640, 1)
+    engine.start_step()
+    assert [twin.cached_tokens for twin in (*twins, late)] == [0, 240, 256]
+    assert engine.holds(chain(1, 40)) == 17
+
+
+def test_a_request_gives_back_its_blocks_after_the_next_plan() -> None:
+    """A step is planned before it is known who ended in the last one: place and blocks come free a step later."""
+    engine = small(tokens=40, max_num_seqs=2)
+    engine.submit("ends", (), 20, 1)
+    engine.submit("goes on", (), 4, 9)
     engine.step()
-    assert engine.holds(chain(1, 16)) == 4
-    run(engine)
-    assert [twin.cached_tokens for twin in twins] == [0, 240]
+    third = engine.submit("third", (), 8, 1)
+    engine.start_step()
+    assert (engine.running, engine.waiting) == (1, 1)
+    engine.end_step()
+    engine.start_step()
+    assert (engine.running, engine.waiting) == (2, 0)
+    engine.end_step()
+    assert engine.generated(third) == 1
+
+
+def test_what_has_ended_cannot_be_aborted() -> None:
+    """Nor is it preempted in vain: it only waits for the next plan to give back its blocks."""
+    engine = small(tokens=16)
+    engine.submit("long", (), 8, 8)
+    engine.step()
+    engine.submit("ends", (), 4, 1)
+    engine.step()
+    assert not engine.abort("ends")
+    _, outcomes = run(engine)
+    assert finished(outcomes) == ["long"]
+    assert [outcome.preempted for outcome in outcomes if outcome.preempted] == []
+    assert_idle(engine)
 
 
 def test_the_oldest_conversation_is_evicted_tail_first() -> None:
@@ -150,14 +180,14 @@ def test_the_oldest_conversation_is_evicted_tail_first() -> None:
         run(engine)
     engine.submit(3, chain(3, 6), 24, 1)
     run(engine)
-    assert [engine.holds(chain(name, 6)) for name in (1, 2, 3)] == [3, 6, 6]
+    assert [engine.holds(chain(name, 6)) for name in (1, 2, 3)] == [4, 6, 6]
 
 
 # -- scarcity
 
 
 def test_a_prompt_waits_until_there_is_room_for_all_of_it() -> None:
-    """Admission takes blocks for the whole prompt, in order of arrival; nobody overtakes."""
+    """Admission wants room for the whole prompt, in order of arrival; nobody overtakes."""
     engine = small(tokens=64)
     engine.submit("a", chain(1, 10), 40, 5)
     engine.submit("b", chain(2, 10), 40, 5)

@@ -62,7 +62,7 @@ class EngineUnderStress(RuleBasedStateMachine):
         assert cache.free >= 0
         assert 0.0 <= self.engine.kv_used <= 1.0
         assert cache.private == sum(request.private for request in running)
-        assert sum(cache._holders.values()) == sum(request.held for request in running)
+        assert sum(cache._holders.values()) == sum(len(request.held) for request in running)
         assert not set(cache._holders) & set(cache._idle)
 
     @invariant()
@@ -71,13 +71,14 @@ class EngineUnderStress(RuleBasedStateMachine):
         decoding = [r for r in self.engine._running.values() if r.decoding_since is not None]
         assert self.engine._decoding == len(decoding)
         assert self.engine._decoding_kv_tokens == sum(self.engine._computed(request) for request in decoding)
-        assert len(decoding) + len(self.engine._prefilling) == self.engine.running
+        busy = len(decoding) + len(self.engine._prefilling)
+        assert busy + len(self.engine._leaving) == len(self.engine._running)
 
     @invariant()
     def requests_have_the_room_they_use(self) -> None:
         """No request has more tokens in the cache than its blocks hold."""
         for request in self.engine._running.values():
-            assert self.engine._computed(request) <= (request.held + request.private) * BLOCK_TOKENS
+            assert self.engine._computed(request) <= (len(request.held) + request.private) * BLOCK_TOKENS
 
     def teardown(self) -> None:
         """Whatever happened, all requests left come to their end and nothing stays behind."""
