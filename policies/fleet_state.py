@@ -46,6 +46,9 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("prefilled_tokens_per_s", np.float64, 0),
     ("preemptions_per_s", np.float64, 0),
     ("observed_at_s", np.float64, -np.inf),
+    ("silence_s", np.float64, 0),
+    ("kv_full_in_s", np.float64, np.inf),
+    ("kv_alarm", np.bool_, False),
     ("has_metrics", np.bool_, True),
     ("foreign", np.float64, 0),
     ("waiting_level", np.float64, 0),
@@ -61,7 +64,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
 _KEPT_ON_REUSE = ("generation",)
 
 
-_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s"} | {
+_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s"} | {
     name for name, _, _ in _FIGURES if name.endswith("_level")
 }
 _LEVELS = ("waiting", "running", "kv_used", "in_flight", "in_flight_prompt_tokens")
@@ -69,6 +72,8 @@ _FEWEST_FOREIGN = 1.0
 """Fewer are a difference between two counts taken at different moments, not requests."""
 _LEVEL_S = 5.0
 """Seconds over which levels are smoothed: about as late as figures come where scrapes are slow."""
+SOURCES = ("push", "scrape", "none")
+"""Where an endpoint's figures come from."""
 MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
 """After so long an observed TTFT counts 1/e."""
 
@@ -121,8 +126,10 @@ class FleetState:
     `ttft_1m_s`, `ttft_5m_s`: means of requests served, fading over one minute and five; 0 before the first. Their
     weights are in requests, as of `ttft_at_s`. `prefix_hit_ratio`: of the prompt tokens an engine was asked for in its
     last seconds at work, the share it found cached, 0..1; `*_per_s`: its own counters over the last seconds.
-    `observed_at_s`: time of the last good scrape. `*_level`: the same figures smoothed, scraped ones and, by the same
-    measure, ours: what has changed since shows in the difference of ours (see `scraped`).
+    `observed_at_s`: time of the newest figures. `silence_s`: so long an engine that pushes them may be silent, since
+    nothing changes; 0 for one that is scraped. `kv_full_in_s`, `kv_alarm`: see kv_forecast.py.
+    `*_level`: the same figures smoothed, the engine's and, by the same measure, ours: what has changed since shows in
+    the difference of ours (see `scraped`).
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
     runs at most so many at once; 0 while it has not said.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
@@ -153,6 +160,9 @@ class FleetState:
     prefilled_tokens_per_s: npt.NDArray[np.float64]
     preemptions_per_s: npt.NDArray[np.float64]
     observed_at_s: npt.NDArray[np.float64]
+    silence_s: npt.NDArray[np.float64]
+    kv_full_in_s: npt.NDArray[np.float64]
+    kv_alarm: npt.NDArray[np.bool_]
     has_metrics: npt.NDArray[np.bool_]
     foreign: npt.NDArray[np.float64]
     waiting_level: npt.NDArray[np.float64]
@@ -316,8 +326,14 @@ class FleetState:
     # -- reading
 
     def stale(self, slots: npt.NDArray[np.intp], now_s: float) -> npt.NDArray[np.bool_]:
-        """Which of `slots` have no scrape younger than `stale_after_s`, shape (n,)."""
-        return (now_s - self.observed_at_s[slots]) > self.stale_after_s
+        """Which of `slots` have no figures younger than `stale_after_s` or their silence, shape (n,)."""
+        return (now_s - self.observed_at_s[slots] - self.silence_s[slots]) > self.stale_after_s
+
+    def source(self, slot: int, now_s: float) -> str:
+        """Where an endpoint's figures come from now: push, scrape, or none."""
+        if self.stale(np.array([slot], np.intp), now_s)[0]:
+            return "none"
+        return "push" if self.silence_s[slot] else "scrape"
 
     def snapshot(self, slot: int) -> dict[str, Any]:
         """Every figure of one slot that means something outside, as plain Python values, for the admin API."""

@@ -67,6 +67,10 @@ class Evidence(IntEnum):
     """The model list was answered, but names none of the models it is there for."""
     STUCK = 12
     """It has requests and has made no progress with them for too long."""
+    LOADING = 13
+    """It says itself that it is on its way: a new process, whose port does not answer yet."""
+    WARMED = 14
+    """By its own count it has served so many requests since its start, whoever sent them (`warmed_by`)."""
 
 
 LONGEST_COOLDOWN_S = 60.0
@@ -129,6 +133,10 @@ class Lifecycle:
         out = self.state in (State.STARTING, State.LOADING, State.UNHEALTHY)
         return out and now_s >= self.rests_until_s
 
+    def warmed_by(self, requests: int) -> None:
+        """So many has the engine served since its start, by its own count. It need not serve them once more."""
+        self.served = max(self.served, requests)
+
     def observe(self, evidence: Evidence, now_s: float) -> bool:
         """Take one piece of evidence. True if the state changed."""
         if evidence is Evidence.UNFIT:
@@ -156,9 +164,8 @@ class Lifecycle:
             self._count_served()
         elif evidence in (Evidence.FAILED, Evidence.UNFIT):
             self.failed_requests += 1
-        if evidence in (Evidence.PROBE_REFUSED, Evidence.RESTARTED):
+        if evidence in (Evidence.PROBE_REFUSED, Evidence.RESTARTED, Evidence.LOADING):
             self.cold, self.unfit, self.served = True, False, 0
-        if evidence in (Evidence.PROBE_REFUSED, Evidence.RESTARTED):
             # What failed the requests is gone; what answers there next is another process.
             self.rests_until_s = -math.inf
 
@@ -189,12 +196,14 @@ class Lifecycle:
         return self._next_by_health(evidence, now_s)
 
     def _next_by_health(self, evidence: Evidence, now_s: float) -> tuple[State, str]:
+        if evidence is Evidence.LOADING:
+            return State.LOADING, "says that it loads"
         if evidence is Evidence.NO_MODEL and self.state is not State.UNHEALTHY:
             return State.LOADING, "does not list its model"
         if self.state in TAKE_TRAFFIC:
             return self._next_in_traffic(evidence, now_s)
         if evidence is Evidence.PROBE_OK and now_s >= self.rests_until_s:
-            warms_up = self.cold and self.thresholds.warm_up_requests
+            warms_up = self.cold and self.served < self.thresholds.warm_up_requests
             return State.WARMING if warms_up else State.READY, "answers"
         if self.state is not State.UNHEALTHY and evidence is Evidence.PROBE_REFUSED:
             return State.STARTING, "connection refused"

@@ -479,6 +479,7 @@ class Scrape(Model):
     timeout_ms: Positive = 1_000
     backoff_max_ms: Positive = 5_000
     stale_after_intervals: float = Field(3, gt=0)
+    kv_alarm: float = Field(0.75, gt=0, le=1, description="share of an engine's KV cache in use that raises an alarm")
 
 
 class Probe(Model):

@@ -27,6 +27,7 @@ from extproc.config.pool_policies import build_policy, policy_of, profile_of
 from extproc.config.schema import Pool
 from extproc.fleet.discovery.endpoints import Discovered, as_discovered
 from policies.fleet_state import FleetState, TooManyEndpoints
+from policies.kv_forecast import KvForecast
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
 from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
@@ -34,6 +35,7 @@ from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
+from vllm_adapters.pushed import HEARTBEAT_S, Pushed
 from vllm_adapters.rates import Change, Counters
 
 log = structlog.get_logger(__name__)
@@ -46,6 +48,9 @@ _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
 _OPERATOR = "operator"
+_ENGINE = "engine"
+_SILENCE_S = 3 * HEARTBEAT_S
+"""An engine that pushes its figures and whose figures do not change is heard of so often."""
 _AT_WORK_S = 2.0
 """A step seen so recently says that an engine works: a batch of long prompts takes less."""
 
@@ -73,8 +78,8 @@ class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
     __slots__ = (
-        "address", "capacity_tokens", "counters", "drained_by", "figures", "known_in", "leaving", "lifecycle", "pools",
-        "progress", "progress_at_s", "slot", "stepped_at_s", "zone",
+        "address", "capacity_tokens", "counters", "drained_by", "figures", "forecast", "known_in", "leaving",
+        "lifecycle", "pools", "progress", "progress_at_s", "pushed", "slot", "stepped_at_s", "zone",
     )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
@@ -84,14 +89,16 @@ class _Member:
         self.pools: set[str] = set()
         self.known_in: set[str] = set()  # pools in whose cluster every Envoy has it
         self.leaving: dict[str, float] = {}  # pool -> when it stops being published
-        self.drained_by: set[str] = set()  # the operator, and pools whose sources say that it is shutting down
+        self.drained_by: set[str] = set()  # the operator, the engine, and pools whose sources say that it shuts down
         self.capacity_tokens: int | None = None  # as the engine reports it
         self.progress: float | None = None  # what the engine counts as it works, when last it changed
         self.progress_at_s = -math.inf
         self.stepped_at_s = -math.inf  # when progress was last seen to grow
         self.zone: str | None = None
         self.counters = Counters()
-        self.figures: EngineFigures | None = None  # as last scraped
+        self.figures: EngineFigures | None = None  # as last scraped or pushed
+        self.pushed: Pushed | None = None  # while it pushes
+        self.forecast = KvForecast(1.0)
 
 
 def _after_silence(lifecycle: Lifecycle) -> bool:
@@ -126,6 +133,7 @@ class Fleet:
         self._leaving_clusters: dict[str, tuple[float, frozenset[str]]] = {}
         self._thresholds = Thresholds()
         self._no_progress_s = math.inf
+        self._kv_alarm = 1.0
         self._zone: str | None = None
 
     # -- configuration and discovery
@@ -139,9 +147,11 @@ class Fleet:
             probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
         )
         self._no_progress_s = probe.no_progress_ms / 1000
+        self._kv_alarm = config.scrape.kv_alarm
         self._zone = config.zone
         for member in self._members.values():
             member.lifecycle.thresholds = self._thresholds
+            member.forecast.alarm_share = self._kv_alarm
             self._apply_zone(member)
         published = self.assignments()
         for pool, policy in zip(config.pools, policies, strict=True):
@@ -236,6 +246,7 @@ class Fleet:
                 self._events.endpoint_refused(pool)
                 return
             member = _Member(address, slot, Lifecycle(self._thresholds, since_s=self._clock()))
+            member.forecast.alarm_share = self._kv_alarm
             self._members[address] = member
             self.state.state[slot] = member.lifecycle.state
         member.pools.add(pool)
@@ -332,12 +343,21 @@ class Fleet:
         if evidence in (Evidence.DRAIN, Evidence.UNDRAIN):
             self._hold(member, _OPERATOR, drain=evidence is Evidence.DRAIN)
             return
+        if evidence is Evidence.PROBE_REFUSED:
+            evidence = self._refused(member)
         if evidence in (Evidence.SERVED, Evidence.FAILED, Evidence.UNFIT):
             ewma = self.state.error_ewma
             ewma[member.slot] += _ERROR_WEIGHT * ((evidence is not Evidence.SERVED) - ewma[member.slot])
         self._observe(member, evidence)
         if evidence in (Evidence.FAILED, Evidence.UNFIT):
             self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
+
+    def _refused(self, member: _Member) -> Evidence:
+        """What it means that nothing answers at its port: it has gone, unless it says that it is on its way."""
+        if member.pushed is not None and member.pushed.phase == "loading":
+            return Evidence.LOADING
+        self._hold(member, _ENGINE, drain=False)  # what drained has ended
+        return Evidence.PROBE_REFUSED
 
     def served_after(self, address: str, ttft_s: float) -> None:
         """An endpoint's first byte came after `ttft_s`."""
@@ -403,8 +423,37 @@ class Fleet:
     def scraped(self, address: str, figures: EngineFigures) -> None:
         """An endpoint's metrics were read."""
         member = self._members.get(address)
+        if member is not None:
+            self._take_figures(member, figures, figures.kv_used)
+
+    def pushed(self, address: str, pushed: Pushed) -> None:
+        """An endpoint's plugin told how it is."""
+        member = self._members.get(address)
         if member is None:
             return
+        member.pushed, self.state.silence_s[member.slot] = pushed, _SILENCE_S
+        self._hold(member, _ENGINE, drain=pushed.phase == "draining")
+        if pushed.phase == "loading":
+            self._observe(member, Evidence.LOADING)
+            return
+        self._take_figures(member, pushed.figures, pushed.kv_peak)
+        member.lifecycle.warmed_by(pushed.totals.first_tokens)
+        if member.lifecycle.state is State.WARMING:
+            self._observe(member, Evidence.WARMED)
+
+    def push_fell_silent(self, address: str) -> None:
+        """An endpoint that pushed its figures is scraped again. Whether it drains is as it was last told."""
+        member = self._members.get(address)
+        if member is not None:
+            member.pushed, self.state.silence_s[member.slot] = None, 0.0
+
+    def pushes_fell_silent(self) -> None:
+        """Nobody is listened to any more."""
+        for address in self._members:
+            self.push_fell_silent(address)
+
+    def _take_figures(self, member: _Member, figures: EngineFigures, kv_peak: float | None) -> None:
+        """What an engine tells of itself. `kv_peak`: the highest usage since it was last told."""
         state, slot = self.state, member.slot
         state.scraped(
             slot,
@@ -421,6 +470,8 @@ class Fleet:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)
         member.figures = figures
+        if kv_peak is not None:
+            self._foresee(member, kv_peak)
         change = member.counters.take(figures, self._clock())
         if change.restarted:
             self._restarted(member)
@@ -428,6 +479,16 @@ class Fleet:
             self._tell_rates(member)
         self._note_finished(member, change)
         self._note_progress(member, figures)
+
+    def _foresee(self, member: _Member, kv_used: float) -> None:
+        forecast, slot = member.forecast, member.slot
+        begins = forecast.observe(kv_used, self._clock())
+        self.state.kv_full_in_s[slot], self.state.kv_alarm[slot] = forecast.full_in_s, forecast.alarm
+        if begins:
+            log.warning(
+                "KV cache fills up", endpoint=member.address, used=round(kv_used, 3),
+                full_in_s=None if math.isinf(forecast.full_in_s) else round(forecast.full_in_s, 1),
+            )  # fmt: skip
 
     def _tell_rates(self, member: _Member) -> None:
         rates, state, slot = member.counters.rates, self.state, member.slot
@@ -473,6 +534,8 @@ class Fleet:
         for pool in member.pools:
             self.placements[pool].index.forget(member.slot)
             self.placements[pool].ledger.forget(member.slot)
+        member.forecast.forget()
+        self._hold(member, _ENGINE, drain=member.pushed is not None and member.pushed.phase == "draining")
         self._observe(member, Evidence.RESTARTED)
         self._events.endpoint_restarted(member.address)
         log.info("engine restarted", endpoint=member.address)
@@ -501,6 +564,8 @@ class Fleet:
             "drained_by": sorted(member.drained_by),
             "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
+            "source": self.state.source(member.slot, now_s),
+            **_describe_push(member.pushed),
             **_describe_engine(member.figures),
             **self._describe_placements(member, now_s),
         }
@@ -518,6 +583,17 @@ class Fleet:
             "prefill_tokens_per_s": {pool: round(float(rate[0]), 1) for pool, rate in rates.items()},
             "backlog_tokens": {pool: round(float(backlog[0])) for pool, backlog in backlogs.items()},
         }
+
+
+def _describe_push(pushed: Pushed | None) -> dict[str, Any]:
+    """What only an engine that pushes tells."""
+    if pushed is None:
+        return {"engine_phase": None, "max_running": None, "largest_request_tokens": None}
+    return {
+        "engine_phase": pushed.phase,
+        "max_running": pushed.most_running,
+        "largest_request_tokens": pushed.largest_request_tokens,
+    }
 
 
 def _describe_engine(figures: EngineFigures | None) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar, cast
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from extproc.wire.messages import Phase
-from policies.fleet_state import FleetState
+from policies.fleet_state import SOURCES, FleetState
 from policies.lifecycle import State
 
 _STAGE_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
@@ -93,6 +94,7 @@ class Metrics:
         self._acquitted = self._counter(
             "endpoints_acquitted", "500s that a second endpoint answered as well: the request's fault", "endpoint"
         )
+        self._pushes = self._counter("pushes", "Messages of the engines' plugins", "endpoint", "result")
         self._trials = self._counter("trials", "Generations asked of endpoints that take no traffic", "result")
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
         self._discovery_failures = self._counter("discovery_failures", "Failed reads by reason", "pool", "reason")
@@ -284,6 +286,10 @@ class Metrics:
         """The senses can be heard; or no more."""
         self._senses_up.set(float(up))
 
+    def heard(self, address: str, result: str, messages: int) -> None:
+        """Messages of an endpoint's plugin."""
+        self._child(self._pushes, address, result).inc(messages)
+
     def senses_lost(self) -> None:
         """The senses fell or hung."""
         self._senses_losses.inc()
@@ -325,6 +331,8 @@ _ENDPOINT_GAUGES = (
     ("endpoint_waiting", "waiting", "Requests waiting in the engine, scraped"),
     ("endpoint_running", "running", "Requests running in the engine, scraped"),
     ("endpoint_kv_used_ratio", "kv_used", "KV cache in use, scraped"),
+    ("endpoint_kv_full_in_seconds", "kv_full_in_s", "Until the KV cache is full, by its trend; +Inf if never"),
+    ("endpoint_kv_alarm", "kv_alarm", "1 while the KV cache is fuller than scrape.kv_alarm"),
     ("endpoint_kv_capacity_tokens", "kv_capacity_tokens", "KV cache size in tokens"),
     ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
     ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
@@ -365,10 +373,20 @@ class _StateCollector(Collector):
         now_s = self._now()
         ages = {address: now_s - float(self._state.observed_at_s[slot]) for slot, address in slots}
         seen = [((address,), age) for address, age in ages.items() if age < float("inf")]
-        limit_s, scraped = self._state.stale_after_s, self._state.has_metrics
-        stale = [((address,), float(ages[address] > limit_s)) for slot, address in slots if scraped[slot]]
-        yield _gauge("endpoint_observed_age_seconds", "Age of the last good scrape", ("endpoint",), seen)
+        is_stale = self._state.stale(np.array([slot for slot, _ in slots], np.intp), now_s)
+        stale = [
+            ((address,), float(late))
+            for (slot, address), late in zip(slots, is_stale, strict=True)
+            if self._state.has_metrics[slot]
+        ]
+        yield _gauge("endpoint_observed_age_seconds", "Age of the newest figures", ("endpoint",), seen)
         yield _gauge("endpoint_stale", "1 while scores rest on our own accounting", ("endpoint",), stale)
+        yield self._sources(slots, now_s)
+
+    def _sources(self, slots: list[tuple[int, str]], now_s: float) -> Metric:
+        told = [(address, self._state.source(slot, now_s)) for slot, address in slots]
+        samples = [((address, one), float(one == source)) for address, source in told for one in SOURCES]
+        return _gauge("endpoint_figures_source", "1 for where figures come from", ("endpoint", "source"), samples)
 
     def _stream_counts(self) -> Iterable[Metric]:
         for name, value in self._streams().items():

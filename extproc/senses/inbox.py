@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from extproc.fleet.fleet import Fleet
-from extproc.senses.messages import FromSenses, Probed, Scraped, Tried, Try
+from extproc.senses.messages import FellSilent, FromSenses, Heard, Probed, Scraped, Tried, Try
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing, trial_passed
 
@@ -33,6 +33,9 @@ class SensesEvents(Protocol):
 
     def tried(self, *, ok: bool) -> None:
         """A trial was answered."""
+
+    def heard(self, address: str, result: str, messages: int) -> None:
+        """So many messages of an endpoint's plugin were taken, lost, malformed, ignored."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,10 @@ class Inbox:
         """Pass one message on."""
         if isinstance(message, Scraped):
             self._scraped(message)
+        elif isinstance(message, Heard):
+            self._heard(message)
+        elif isinstance(message, FellSilent):
+            self._fleet.push_fell_silent(message.address)
         elif isinstance(message, Probed):
             self._probed(message)
         elif isinstance(message, Tried):
@@ -74,11 +81,19 @@ class Inbox:
     def forget_all(self) -> None:
         """Other senses have taken over; they know of no trial."""
         self._pending.clear()
+        self._fleet.pushes_fell_silent()
 
     def _scraped(self, message: Scraped) -> None:
         self._events.scraped(ok=message.figures is not None)
-        if message.figures is not None:
+        if message.figures is not None and not message.spare:
             self._fleet.scraped(message.address, message.figures)
+
+    def _heard(self, message: Heard) -> None:
+        for result in ("taken", "lost", "malformed", "ignored"):
+            if messages := getattr(message, result):
+                self._events.heard(message.address, result, messages)
+        if message.pushed is not None:
+            self._fleet.pushed(message.address, message.pushed)
 
     def _probed(self, message: Probed) -> None:
         ok = message.evidence is Evidence.PROBE_OK

@@ -14,6 +14,7 @@ import msgspec
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
+from vllm_adapters.pushed import Pushed
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +62,48 @@ class Try(_Message, frozen=True):
     model: str
 
 
+class KvEvents(msgspec.Struct, frozen=True):
+    """Where engines publish KV events. Their own word counts for more than the ports; `bind`: they connect to us."""
+
+    port: int | None = None
+    replay_port: int | None = None
+    ranks: int = 1
+    bind: str | None = None
+
+
+class PreciseOf(msgspec.Struct, frozen=True):
+    """One pool with a precise index. `tokenizer`: a folder; None asks the engines.
+
+    `tiers`: what a block there is worth, 0..1, by name. `max_blocks`: kept per engine.
+    """
+
+    pool: str
+    endpoints: list[str]
+    events: KvEvents
+    tokenizer: str | None
+    cached_texts: int
+    tiers: dict[str, float]
+    max_blocks: int
+    patience_ms: int
+
+
+class Index(_Message, frozen=True):
+    """Keep a precise index for exactly these pools."""
+
+    pools: list[PreciseOf]
+
+
+class Match(_Message, frozen=True):
+    """Which endpoint of `pool` holds how much of this request's prompt? `body` is as the client wrote it, inflated."""
+
+    number: int
+    pool: str
+    path: str
+    body: bytes
+    adapter: str | None = None
+    salt: str | None = None
+
+
 # -- from the senses
 
 
@@ -71,10 +114,31 @@ class Alive(_Message, frozen=True):
 
 
 class Scraped(_Message, frozen=True):
-    """An endpoint's metrics were read; or could not be, without `figures`."""
+    """An endpoint's metrics were read; or could not be, without `figures`. `spare`: fresher ones are pushed."""
 
     address: str
     figures: EngineFigures | None = None
+    spare: bool = False
+
+
+class Heard(_Message, frozen=True):
+    """Messages came from an endpoint's plugin. `pushed`: the newest, with what happened in all that were taken.
+
+    `lost` never reached us; `ignored` are another server's, or outdated.
+    """
+
+    address: str
+    pushed: Pushed | None = None
+    taken: int = 0
+    lost: int = 0
+    malformed: int = 0
+    ignored: int = 0
+
+
+class FellSilent(_Message, frozen=True):
+    """An endpoint that pushed its figures does so no more."""
+
+    address: str
 
 
 class Probed(_Message, frozen=True):
@@ -92,8 +156,30 @@ class Tried(_Message, frozen=True):
     status: int | None = None
 
 
-ToSenses: TypeAlias = Watch | ProbeNow | Try
-FromSenses: TypeAlias = Alive | Scraped | Probed | Tried
+class Matched(_Message, frozen=True):
+    """The answer to Match: the prompt's length, and of it what each endpoint holds, in tokens.
+
+    `blind`: endpoints that may hold more. `why`: why nothing is known; then the rest says nothing.
+    """
+
+    number: int
+    input_tokens: int = 0
+    tokens: dict[str, int] = {}
+    blind: list[str] = []
+    why: str | None = None
+
+
+class Indexed(_Message, frozen=True):
+    """How a pool's precise index is: blocks in it, endpoints it is blind for, what happened since it was last told."""
+
+    pool: str
+    blocks: int
+    blind: int
+    counts: dict[str, int] = {}
+
+
+ToSenses: TypeAlias = Watch | ProbeNow | Try | Index | Match
+FromSenses: TypeAlias = Alive | Scraped | Heard | FellSilent | Probed | Tried | Matched | Indexed
 
 encode_body = msgspec.msgpack.Encoder().encode
 to_senses = msgspec.msgpack.Decoder(ToSenses).decode

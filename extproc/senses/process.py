@@ -16,6 +16,7 @@ from extproc.senses.messages import (
     Alive,
     Frames,
     FromSenses,
+    Heard,
     ProbeNow,
     Scraped,
     ToSenses,
@@ -69,7 +70,7 @@ class Port(asyncio.Protocol):
 
     def report(self, message: FromSenses) -> None:
         """Tell the decision process."""
-        if isinstance(message, Scraped) and self._transport.get_write_buffer_size() > self._most_waiting_bytes:
+        if isinstance(message, Scraped | Heard) and self._transport.get_write_buffer_size() > self._most_waiting_bytes:
             self._dropped += 1
         else:
             self._transport.write(encode(message))

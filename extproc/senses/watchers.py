@@ -1,4 +1,4 @@
-"""One watcher per endpoint: reads its metrics, asks for its models, reports what it found.
+"""One watcher per endpoint: reads its metrics, asks for its models, listens to its plugin, reports what it found.
 
 Two loops per endpoint, so that a slow model list does not make the load figures stale. Failures back off, and a probe
 that answers again wakes the scrape at once: a restarted engine must not wait out somebody's back-off. Nothing is
@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import structlog
 
-from extproc.senses.messages import Pace, Probed, Scraped, Target, Tried, Watch
+from extproc.senses.messages import FellSilent, Heard, Pace, Probed, Scraped, Target, Tried, Watch
+from extproc.senses.push import Ears, Listener
 from policies.lifecycle import Evidence
 from vllm_adapters.health import MODELS_PATH, TRIAL_HEADERS, TRIAL_PATH, NotAListing, parse_models, trial_of
 from vllm_adapters.metrics import EngineFigures, NotMetrics, parse_metrics
@@ -28,7 +29,10 @@ _LONGEST_SPREAD_S = 1.0
 """Endpoints found together begin within this: 256 pages at the same moment would make all of them late."""
 _MOST_DOUBLINGS = 10
 
-Report = Callable[[Scraped | Probed | Tried], None]
+_CHECK_S = 5.0
+"""How often the page of an engine that pushes its figures is read."""
+
+Report = Callable[[Scraped | Probed | Tried | Heard | FellSilent], None]
 
 
 class Watchers:
@@ -37,6 +41,7 @@ class Watchers:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._session: aiohttp.ClientSession | None = None
+        self._ears = Ears()
         self._watchers: dict[str, Watcher] = {}
 
     def watch(self, wanted: Watch) -> None:
@@ -49,7 +54,8 @@ class Watchers:
         new = [target for address, target in targets.items() if address not in self._watchers]
         spread_s = min(wanted.pace.scrape_interval_ms / 1000, _LONGEST_SPREAD_S)
         for position, target in enumerate(new):
-            watcher = self._watchers[target.address] = Watcher(target, wanted.pace, self._client(), self._report)
+            watcher = Watcher(target, wanted.pace, self._client(), self._ears, self._report)
+            self._watchers[target.address] = watcher
             watcher.start(spread_s * position / len(new))
 
     def probe_now(self, address: str) -> None:
@@ -74,6 +80,7 @@ class Watchers:
             watcher.cancel()
         self._watchers.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._ears.close()
         if self._session is not None:
             await self._session.close()
 
@@ -81,7 +88,7 @@ class Watchers:
 class Watcher:
     """The two loops of one endpoint, and its trial where there is one."""
 
-    def __init__(self, target: Target, pace: Pace, client: aiohttp.ClientSession, report: Report) -> None:
+    def __init__(self, target: Target, pace: Pace, client: aiohttp.ClientSession, ears: Ears, report: Report) -> None:
         self.target = target
         self.pace = pace
         self._address = target.address
@@ -89,6 +96,7 @@ class Watcher:
         self._client = client
         self._report = report
         self._scrape_now = asyncio.Event()
+        self._listener = Listener(target.address, ears, report, self._scrape_now.set)
         self._probe_now = asyncio.Event()
         self._answered = False
         self._failed_scrapes = 0
@@ -98,7 +106,7 @@ class Watcher:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """What runs for this endpoint."""
-        return [*self._loops, *([self._trial] if self._trial is not None else [])]
+        return [*self._loops, *(task for task in (self._trial, self._listener.task) if task is not None)]
 
     def start(self, delay_s: float) -> None:
         """Begin, after a while."""
@@ -184,13 +192,18 @@ class Watcher:
         # Before the scrape, not after it: a wake-up that comes while it hangs is for the next one.
         self._scrape_now.clear()
         figures = await self._scrape()
-        self._report(Scraped(self._address, figures))
+        if figures is not None:
+            self._listener.told(figures)
+        # A page is a moment old, and pushes may overtake it: of what counts up, the two must not alternate.
+        self._report(Scraped(self._address, figures, spare=self._listener.live))
         self._failed_scrapes = 0 if figures is not None else self._failed_scrapes + 1
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scrape_now.wait(), self._pause_s(self._failed_scrapes))
 
     def _pause_s(self, failures: int) -> float:
         pace = self.pace
+        if self._listener.live:
+            return max(_CHECK_S, pace.scrape_interval_ms / 1000)
         backed_off_ms: int = pace.scrape_interval_ms << min(failures, _MOST_DOUBLINGS)
         return min(backed_off_ms, max(pace.scrape_backoff_max_ms, pace.scrape_interval_ms)) / 1000
 

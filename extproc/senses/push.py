@@ -1,0 +1,228 @@
+"""Listens to engines that push their figures. One listener per endpoint; reports what it heard and judges nothing else.
+
+An endpoint's metrics page says where its plugin pushes (vllm_adapters/stat_logger), so there is nothing to configure.
+Pushes are preferred: while they come the page is read rarely, and at full pace again when three heartbeats are missed.
+
+Only this endpoint's messages count. Engines that share a host take each other's ports as they come and go, so a message
+has to carry the mark that the page shows, or say that it is the server at our endpoint's port: that is the one before,
+started anew, and its page cannot be read until it has loaded. Messages older than the page are left out, for counters
+that seem to fall would look like a restart. So are those of a plugin that no longer hears its engine, which vLLM 0.32
+drops when it is scaled (elastic expert parallelism): the page goes on, the pushes do not, and count as missed.
+
+Bounded whoever sends: sizes, unread messages, messages read per turn, turns per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import structlog
+
+from extproc.senses.messages import FellSilent, Heard
+from vllm_adapters.metrics import EngineFigures
+from vllm_adapters.pushed import HEARTBEAT_S, LARGEST_MESSAGE_BYTES, NotPushed, Pushed, parse_pushed
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+log = structlog.get_logger(__name__)
+
+SILENCE_S = 3 * HEARTBEAT_S
+"""Three heartbeats missed."""
+_MOST_UNREAD = 64
+_MOST_PER_TURN = 64
+_REPORTS_PER_S = 2_000
+"""Of all endpoints together: about three per cent of the decision loop."""
+_SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
+"""Between two reports of one endpoint: below what plugins send by default, and below what a drain waits for us."""
+_RECONNECT_MS, _SLOWEST_RECONNECT_MS = 100, 2_000
+_MOST_SOCKETS = 8_192
+
+Report = Callable[[Heard | FellSilent], None]
+
+
+class Ears:
+    """What listeners share: how often each may report, and ZMQ, which is imported once an engine pushes at all."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[Any] | None = None
+        self.listening = 0
+
+    @property
+    def gap_s(self) -> float:
+        """How long a listener waits after a report."""
+        return min(max(self.listening / _REPORTS_PER_S, _SHORTEST_GAP_S), _LONGEST_GAP_S)
+
+    def subscribe(self, host: str, port: int) -> zmq.asyncio.Socket:
+        """A socket that is being connected, for as long as it takes, and again whenever the connection is lost."""
+        import zmq.asyncio
+
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, min(_MOST_SOCKETS, self._context.get(zmq.SOCKET_LIMIT)))
+        options = {
+            zmq.RCVHWM: _MOST_UNREAD, zmq.MAXMSGSIZE: LARGEST_MESSAGE_BYTES, zmq.LINGER: 0, zmq.IPV6: 1,
+            zmq.RECONNECT_IVL: _RECONNECT_MS, zmq.RECONNECT_IVL_MAX: _SLOWEST_RECONNECT_MS,
+        }  # fmt: skip
+        socket = zmq.asyncio.Socket(self._context, zmq.SUB)
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        socket.connect(f"tcp://{host}:{port}")
+        socket.subscribe(b"")
+        return socket
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+
+class Wake(Protocol):
+    """Has the page read at once."""
+
+    def __call__(self) -> None:
+        """Do not wait for the next turn."""
+
+
+class Listener:
+    """One endpoint's ear. `live`: figures are pushed, and the page is read only to be sure."""
+
+    def __init__(self, address: str, ears: Ears, report: Report, wake: Wake) -> None:
+        self.live = False
+        self._address = address
+        self._host, _, port = address.rpartition(":")
+        self._server_port = int(port) if port.isdigit() else -1
+        self._ears = ears
+        self._report = report
+        self._wake = wake
+        self._page = EngineFigures()
+        self._run: str | None = None
+        self._seq = 0
+        self._heard_at_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing was heard since the last report."""
+        self._newest: Pushed | None = None
+        self._taken = self._lost = self._malformed = self._ignored = 0
+
+    # -- what the page says
+
+    def told(self, page: EngineFigures) -> None:
+        """The endpoint's page was read: listen where it says, or no more."""
+        before, self._page = self._page.stats_port, page
+        if page.stats_port == before:
+            return
+        self.close()
+        self._silent()
+        if page.stats_port is not None:
+            self.task = asyncio.create_task(self._listen(page.stats_port), name=f"listen {self._address}")
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def _silent(self) -> None:
+        if self.live:
+            self.live = False
+            self._report(FellSilent(self._address))
+            self._wake()
+
+    # -- what is pushed
+
+    async def _listen(self, port: int) -> None:
+        try:
+            socket = self._ears.subscribe(self._host, port)
+        except Exception as error:  # noqa: BLE001 - no socket left, no such host: scraping goes on
+            log.warning("cannot listen to pushes", endpoint=self._address, port=port, error=str(error))
+            return
+        self._ears.listening += 1
+        try:
+            while True:
+                await self._turn(socket)
+        finally:
+            self._ears.listening -= 1
+            socket.close()
+
+    async def _turn(self, socket: zmq.asyncio.Socket) -> None:
+        now_s = asyncio.get_running_loop().time
+        left_s = self._heard_at_s + SILENCE_S - now_s() if self.live else None
+        if await socket.poll(None if left_s is None else max(0, int(left_s * 1000))):
+            self._read(socket)
+            if self._newest is not None:
+                self._heard_at_s, self.live = now_s(), True
+            self._report(self._heard())
+            self._begin()
+        if self.live and now_s() - self._heard_at_s >= SILENCE_S:
+            self._silent()
+        await asyncio.sleep(self._ears.gap_s)
+
+    def _read(self, socket: zmq.asyncio.Socket) -> None:
+        """What has come, up to a bound."""
+        import zmq
+
+        ready: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MOST_PER_TURN):
+                self.take(ready.recv(zmq.DONTWAIT))
+
+    def take(self, data: bytes) -> None:
+        """One message."""
+        try:
+            pushed = parse_pushed(data)
+        except NotPushed as error:
+            log.debug("not a push", endpoint=self._address, error=str(error))
+            self._malformed += 1
+            return
+        if not self._is_ours(pushed) or not self._is_new(pushed):
+            self._ignored += 1
+            return
+        self._taken += 1
+        self._newest = pushed if self._newest is None else _merged(self._newest, pushed)
+
+    def _is_ours(self, pushed: Pushed) -> bool:
+        if pushed.run == self._page.stats_run:
+            # a server whose page was read has loaded: one that says otherwise has lost its way
+            return pushed.phase != "loading" and not _behind(pushed.figures, self._page)
+        return pushed.server_port == self._server_port
+
+    def _is_new(self, pushed: Pushed) -> bool:
+        if pushed.run != self._run:
+            self._run, self._seq = pushed.run, pushed.seq - 1
+        missed = pushed.seq - self._seq - 1
+        if missed < 0:
+            return False
+        self._lost += missed
+        self._seq = pushed.seq
+        return True
+
+    def _heard(self) -> Heard:
+        return Heard(self._address, self._newest, self._taken, self._lost, self._malformed, self._ignored)
+
+
+_GROWING = ("prefix_queries_tokens", "prefix_hits_tokens", "generated_tokens", "prefilled_tokens")
+
+
+def _behind(figures: EngineFigures, page: EngineFigures) -> bool:
+    """The page was made later: some counter has grown since."""
+    return any((getattr(figures, name) or 0) < (getattr(page, name) or 0) for name in _GROWING)
+
+
+def _merged(before: Pushed, now: Pushed) -> Pushed:
+    """The newest state, with what happened in both. Single requests are left out: nobody asks for them yet."""
+    return msgspec.structs.replace(
+        now,
+        kv_peak=max(before.kv_peak or 0.0, now.kv_peak or 0.0),
+        first_tokens=before.first_tokens + now.first_tokens,
+        largest_request_tokens=max(before.largest_request_tokens, now.largest_request_tokens),
+        left_out=before.left_out + now.left_out,
+        finished=(),
+        ttfts_s=(),
+    )
