@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_adapters.simulator.engine import BLOCK_SIZE_TOKENS, MAX_NUM_SEQS, Engine
-from vllm_adapters.simulator.hardware import H100_8B, HARDWARE
+from vllm_adapters.simulator.engine import BLOCK_SIZE_TOKENS, MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engine
+from vllm_adapters.simulator.hardware import H100_8B, HARDWARE, Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class SimOptions:
 
     `models`: names served, the first is the model's own. `speed`: how much faster than the hardware time passes.
     `kv_capacity_tokens`: None for what the hardware has. `record`: how many requests `/sim/requests` remembers.
+    `max_batched_tokens`: of a step. `measured`: step times to use instead of those of the hardware named.
     """
 
     host: str = "127.0.0.1"
@@ -27,6 +28,8 @@ class SimOptions:
     max_num_seqs: int = MAX_NUM_SEQS
     block_size: int = BLOCK_SIZE_TOKENS
     record: int = 0
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
+    measured: Hardware | None = None
 
     def __post_init__(self) -> None:
         if self.hardware not in HARDWARE:
@@ -43,14 +46,19 @@ class SimOptions:
     @property
     def capacity_tokens(self) -> int:
         """KV cache of one engine, whole blocks only."""
-        tokens = self.kv_capacity_tokens or HARDWARE[self.hardware].kv_capacity_tokens
+        tokens = self.kv_capacity_tokens or self._profile.kv_capacity_tokens
         return tokens // self.block_size * self.block_size
+
+    @property
+    def _profile(self) -> Hardware:
+        return self.measured or HARDWARE[self.hardware]
 
     def engine(self) -> Engine:
         """A new, empty engine of this kind."""
         return Engine(
-            HARDWARE[self.hardware],
+            self._profile,
             kv_capacity_tokens=self.capacity_tokens,
             block_size_tokens=self.block_size,
             max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens,
         )
