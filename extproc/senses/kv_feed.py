@@ -1,0 +1,467 @@
+"""Listens to the KV events of one pool's engines over ZMQ and keeps the pool's precise index by them.
+
+An engine either binds a port, to which we connect, or connects to one of ours; who binds is the engine's setting, and
+ours has to fit (`events.port` or `events.bind`). In the second case all speak into one socket, and the topic tells who
+does: `kv@<ip:port>@<model>`. Where engines say themselves where their events come out (GET /kv_event_sources), that
+counts; only the port is taken from there, never a host: nobody but an endpoint itself speaks for it.
+
+Messages are numbered from the engine's start. A gap is filled by asking the engine to say it again, where it offers
+that; else, or if it has forgotten too, everything of that engine is forgotten, and the endpoint counts as blind until
+its cache has turned over or is cleared: half a truth in an index promises what is not there. Numbers that begin anew
+mean that the engine did.
+
+All is bounded: messages waiting in a socket or for their turn, the size of one, what is said again. What is lost by
+that shows as a gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from enum import Enum, auto
+from typing import TypeAlias
+
+import aiohttp
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+
+from extproc.senses.messages import KvEvents
+from policies.placement.precise_index import PreciseIndex
+from vllm_adapters.kv_events import (
+    MOST_RANKS,
+    BadEvents,
+    Batch,
+    address_in,
+    parse_frames,
+    replay_request,
+    replayed,
+)
+
+log = structlog.get_logger(__name__)
+
+SOURCES_PATH = "/kv_event_sources"
+
+_MOST_WAITING = 10_000
+"""Messages in a socket or before an engine's turn; vLLM makes one per step."""
+_LARGEST_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A step fills at most so many tokens as an engine batches: far less than this."""
+_ANSWER_S = 2.0
+"""An engine that says nothing for so long when asked is not there, or does not offer what is asked."""
+_MOST_REPLAYED = 1_000_000
+_ASK_AGAIN_S, _RETRY_S, _BIND_AGAIN_S = 60.0, 1.0, 5.0
+_HTTP_OK, _HTTP_SERVER_ERROR = 200, 500
+
+
+class Step(Enum):
+    """What a message is to us, by its number."""
+
+    NEXT = auto()
+    OLD = auto()
+    """We had it."""
+    GAP = auto()
+    """Some before it are missing."""
+    RESTART = auto()
+    """The engine counts anew."""
+
+
+class Reader:
+    """Which message of one engine comes next. Pure."""
+
+    def __init__(self) -> None:
+        self.next: int | None = None
+        self.last_at_s = 0.0
+
+    @property
+    def last(self) -> int:
+        """The number of the last message taken; 0 if there is none."""
+        return max(0, (self.next or 0) - 1)
+
+    def judge(self, batch: Batch) -> Step:
+        """What this message is. One with a lower number is new if it was made later than the last."""
+        if self.next is None:
+            return Step.GAP if batch.sequence else Step.NEXT
+        if batch.sequence >= self.next:
+            return Step.GAP if batch.sequence > self.next else Step.NEXT
+        return Step.RESTART if batch.time_s > self.last_at_s else Step.OLD
+
+    def took(self, batch: Batch) -> None:
+        """This one was taken."""
+        self.next = batch.sequence + 1
+        self.last_at_s = max(self.last_at_s, batch.time_s)
+
+
+Receive: TypeAlias = Callable[[float | None], Awaitable[Batch | None]]
+"""The next message; None if none comes within so many seconds. Raises BadEvents."""
+
+
+class Source:
+    """One engine's events, in order and without a gap, into the index. `replay`: where it says them again, if it does.
+
+    `counts`: what did not go smoothly, by name. `interrupted`: the connection was lost since the last message, so the
+    next one may be another engine's, whatever its number.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        rank: int,
+        index: PreciseIndex,
+        counts: Counter[str],
+        receive: Receive,
+        replay: str | None = None,
+    ) -> None:
+        self.reader = Reader()
+        self.interrupted = False
+        self._endpoint = endpoint
+        self._rank = rank
+        self._index = index
+        self._counts = counts
+        self._receive = receive
+        self._replay_at = replay
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._catch_up()
+        while True:
+            waits_s = _ANSWER_S if self.reader.next is None and self._replay_at else None
+            try:
+                batch = await self._receive(waits_s)
+            except BadEvents as error:
+                self._bad(error)
+                continue
+            if batch is None:
+                await self._catch_up()
+            else:
+                await self._take(batch)
+            await asyncio.sleep(0)  # what waits in a socket comes at once: others want their turn
+
+    async def _catch_up(self) -> None:
+        """Hear everything from the start, if the engine can still say it; from where it can, if not."""
+        if self._replay_at is None:
+            return
+        ended = await self._hear_again(0)
+        if ended and self.reader.next is None:  # it has said nothing yet
+            self._index.forget(self._endpoint, self._rank, empty=True)
+            self.reader.next = 0
+
+    async def _take(self, batch: Batch) -> None:
+        step = self.reader.judge(batch)
+        if step is Step.RESTART and batch.sequence:
+            self._begin_anew()
+            step = Step.GAP
+        interrupted, self.interrupted = self.interrupted, False
+        if step is Step.GAP or interrupted:
+            self._counts["gaps"] += step is Step.GAP
+            if self._replay_at is not None:
+                await self._hear_again(self.reader.last)
+        self._take_as_is(batch)
+
+    def _begin_anew(self) -> None:
+        """The engine restarted, and we missed its first messages."""
+        self._counts["restarts"] += 1
+        self._index.forget(self._endpoint, self._rank, empty=False)
+        self.reader.next = None
+
+    def _take_as_is(self, batch: Batch) -> None:
+        """Whatever is missing before it will not come any more."""
+        step = self.reader.judge(batch)
+        if step is Step.OLD:
+            return
+        if step is Step.RESTART:
+            self._counts["restarts"] += 1
+        elif step is Step.GAP and self.reader.next:
+            self._counts["lost"] += 1
+        if step is not Step.NEXT or batch.sequence == 0:
+            self._index.forget(self._endpoint, self._rank, empty=batch.sequence == 0)
+        self._index.apply(self._endpoint, self._rank, batch.events)
+        self._counts["batches"] += 1
+        self.reader.took(batch)
+
+    async def _hear_again(self, first: int) -> bool:
+        """Take what the engine says again from this number on. Whether it came to the end of it.
+
+        The first one we should know: if we do not, its number is the same and the engine another.
+        """
+        self._counts["replays"] += 1
+        try:
+            async for batch in self._replay(first):
+                if batch.sequence and self.reader.judge(batch) is Step.RESTART:
+                    self._begin_anew()
+                    return await self._hear_again(0)
+                self._take_as_is(batch)
+                await asyncio.sleep(0)
+        except BadEvents as error:
+            self._bad(error)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _replay(self, first: int) -> AsyncIterator[Batch]:
+        """Raises BadEvents, and TimeoutError if the engine falls silent."""
+        socket = _socket(zmq.DEALER)
+        try:
+            socket.connect(str(self._replay_at))
+            await socket.send_multipart(replay_request(first))
+            for _ in range(_MOST_REPLAYED):
+                if not await socket.poll(round(_ANSWER_S * 1000)):
+                    raise TimeoutError
+                batch = replayed(await socket.recv_multipart())
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            socket.close()
+
+    def _bad(self, error: BadEvents) -> None:
+        self._counts["bad"] += 1
+        log.warning("no KV events", endpoint=self._endpoint, rank=self._rank, error=str(error)[:200])
+
+
+def _socket(kind: int) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE_BYTES)
+    return socket
+
+
+@asynccontextmanager
+async def _interruptions(socket: zmq.asyncio.Socket, source: Source) -> AsyncIterator[None]:
+    """Tell the source when its connection is lost. ZMQ connects again by itself, and says nothing of it."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    async def watch() -> None:
+        while True:
+            await monitor.recv_multipart()
+            source.interrupted = True
+
+    task = asyncio.create_task(watch(), name="kv events, connection")
+    try:
+        yield
+    finally:
+        task.cancel()
+        socket.disable_monitor()
+        monitor.close()
+
+
+# -- where an engine's events come out
+
+
+class _Told(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+    enable_kv_cache_events: bool = True
+
+
+_decode_told = msgspec.json.Decoder(dict[int, _Told]).decode
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One engine's ports. `events` is None where it connects to us."""
+
+    events: int | None
+    replay: int | None
+
+
+Places: TypeAlias = dict[int, Place]
+"""By rank."""
+
+
+def places_told(answer: bytes) -> Places:
+    """What an engine says of itself. Raises ValueError."""
+    told = _decode_told(answer)
+    return {
+        rank: Place(_port(one.endpoint), _port(one.replay_endpoint))
+        for rank, one in told.items()
+        if one.enable_kv_cache_events and 0 <= rank < MOST_RANKS
+    }
+
+
+def places_configured(events: KvEvents) -> Places:
+    """What the config says, each rank's port one above the last one's."""
+    return {rank: Place(_plus(events.port, rank), _plus(events.replay_port, rank)) for rank in range(events.ranks)}
+
+
+def _plus(port: int | None, rank: int) -> int | None:
+    return None if port is None else port + rank
+
+
+def _port(endpoint: str | None) -> int | None:
+    port = (endpoint or "").rpartition(":")[2]
+    return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else None
+
+
+# -- one pool
+
+
+class KvFeed:
+    """The events of a pool's engines. `index` is theirs, `client` asks them where their events come out."""
+
+    def __init__(self, events: KvEvents, index: PreciseIndex, client: aiohttp.ClientSession) -> None:
+        self.counts: Counter[str] = Counter()
+        self._events = events
+        self._index = index
+        self._client = client
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._sources: dict[tuple[str, int], Source] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Queue[Batch]] = {}
+        self._bound: asyncio.Task[None] | None = None
+
+    def watch(self, endpoints: Iterable[str]) -> None:
+        """Listen to exactly these."""
+        wanted = set(endpoints)
+        if self._events.bind is not None and self._bound is None:
+            self._bound = asyncio.create_task(self._listen(self._events.bind), name="kv events")
+        for gone in self._followers.keys() - wanted:
+            self._followers.pop(gone).cancel()
+            self._index.remove(gone)
+        for endpoint in wanted - self._followers.keys():
+            self._start(endpoint)
+
+    def restarted(self, endpoint: str, started_at_s: float) -> None:
+        """Its metrics say that it did, at this Unix time: begin anew, unless its events have told already."""
+        sources = [source for (address, _), source in self._sources.items() if address == endpoint]
+        if endpoint not in self._followers or (
+            sources and all(source.reader.last_at_s > started_at_s for source in sources)
+        ):
+            return
+        self.counts["restarts"] += 1
+        self._followers.pop(endpoint).cancel()
+        self._index.remove(endpoint)
+        self._start(endpoint)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        tasks = [*self._followers.values(), *([self._bound] if self._bound is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, endpoint: str) -> None:
+        self._followers[endpoint] = asyncio.create_task(self._follow(endpoint), name=f"kv events {endpoint}")
+
+    async def _follow(self, endpoint: str) -> None:
+        """Listen to all engines behind an endpoint, as many as it says there are."""
+        running: dict[tuple[int, Place], asyncio.Task[None]] = {}
+        try:
+            while True:
+                places = await self._places(endpoint)
+                if places is not None:
+                    self._run(endpoint, places, running)
+                await asyncio.sleep(_RETRY_S if places is None else _ASK_AGAIN_S)
+        finally:
+            for (rank, _), task in running.items():
+                task.cancel()
+                self._sources.pop((endpoint, rank), None)
+                self._waiting.pop((endpoint, rank), None)
+
+    def _run(self, endpoint: str, places: Places, running: dict[tuple[int, Place], asyncio.Task[None]]) -> None:
+        wanted = set(places.items())
+        for gone in running.keys() - wanted:
+            running.pop(gone).cancel()
+        self._index.keep_ranks(endpoint, places)
+        for rank, place in wanted - running.keys():
+            source = self._source(endpoint, rank, place)
+            running[rank, place] = asyncio.create_task(source, name=f"kv events {endpoint}/{rank}")
+
+    async def _source(self, endpoint: str, rank: int, place: Place) -> None:
+        """One engine, until cancelled; a fault of ours is logged, and does not end it."""
+        host = endpoint.rpartition(":")[0]
+        replay = None if place.replay is None else f"tcp://{host}:{place.replay}"
+        while True:
+            try:
+                if self._events.bind is None:
+                    await self._connected(endpoint, rank, f"tcp://{host}:{place.events}", replay)
+                else:
+                    queue = self._waiting[endpoint, rank] = asyncio.Queue(_MOST_WAITING)
+                    await self._made(endpoint, rank, _from(queue), replay).run()
+            except Exception:
+                log.exception("listening to KV events failed", endpoint=endpoint, rank=rank)
+                self._index.forget(endpoint, rank, empty=False)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _connected(self, endpoint: str, rank: int, at: str, replay: str | None) -> None:
+        socket = _socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(at)
+
+            async def receive(within_s: float | None) -> Batch | None:
+                if within_s is not None and not await socket.poll(round(within_s * 1000)):
+                    return None
+                return parse_frames(await socket.recv_multipart())
+
+            source = self._made(endpoint, rank, receive, replay)
+            async with _interruptions(socket, source):
+                await source.run()
+        finally:
+            socket.close()
+
+    def _made(self, endpoint: str, rank: int, receive: Receive, replay: str | None) -> Source:
+        source = Source(endpoint, rank, self._index, self.counts, receive, replay)
+        self._sources[endpoint, rank] = source
+        return source
+
+    async def _listen(self, at: str) -> None:
+        """One socket for all engines that connect to us, as soon as its port is free."""
+        while True:
+            try:
+                await self._listen_once(at)
+            except Exception as error:
+                log.exception("cannot listen for KV events", at=at, error=str(error))
+            await asyncio.sleep(_BIND_AGAIN_S)
+
+    async def _listen_once(self, at: str) -> None:
+        socket = _socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+            socket.bind(at)
+            while True:
+                try:
+                    self._pass_on(parse_frames(await socket.recv_multipart()))
+                except BadEvents as error:
+                    self.counts["bad"] += 1
+                    log.warning("no KV events", error=str(error)[:200])
+                await asyncio.sleep(0)
+        finally:
+            socket.close()
+
+    def _pass_on(self, batch: Batch) -> None:
+        queue = self._waiting.get((address_in(batch.topic) or "", batch.rank))
+        if queue is None:
+            self.counts["strangers"] += 1
+        elif queue.full():
+            self.counts["overflows"] += 1
+        else:
+            queue.put_nowait(batch)
+
+    async def _places(self, endpoint: str) -> Places | None:
+        """Where the endpoint's events come out; None if it cannot be asked now."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+            url = f"http://{endpoint}{SOURCES_PATH}"
+            async with self._client.get(url, timeout=timeout, allow_redirects=False) as answer:
+                if answer.status >= _HTTP_SERVER_ERROR:
+                    return None
+                told = places_told(await answer.read()) if answer.status == _HTTP_OK else {}
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+        except ValueError as error:
+            log.warning("engine does not say where its KV events are", endpoint=endpoint, error=str(error)[:200])
+            told = {}
+        return told or places_configured(self._events)
+
+
+def _from(queue: asyncio.Queue[Batch]) -> Receive:
+    async def receive(within_s: float | None) -> Batch | None:
+        try:
+            return await asyncio.wait_for(queue.get(), within_s)
+        except TimeoutError:
+            return None
+
+    return receive
