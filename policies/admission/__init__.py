@@ -1,0 +1,1 @@
+"""When a request may go: the queue in front of a pool, tenants' quotas, breakers."""

@@ -1,0 +1,308 @@
+"""Which of the requests that wait goes next. One queue per pool; nothing else holds requests.
+
+Three questions, in this order:
+
+- *which class*: by weight among the classes that wait, none below `min_share` of the turns, and none passed over more
+  than `most_passed_over` times in a row;
+- *which tenant* of it: fair by predicted tokens;
+- *which request* of that tenant: the earliest arrival or the earliest deadline, where one step of priority counts as
+  much as `ageing_s` of waiting, so that whoever waits long enough comes before everybody who comes later.
+
+Classes and tenants are served by virtual time: a turn advances the clock of whoever got it, by its cost over its
+weight, and the one whose clock is furthest behind is next. Who comes back from idling starts at the present, not at
+his last turn, or he could save turns up; a debt he keeps. Rejected: deficit round robin. Late binding takes requests
+from anywhere in the window, and rounds say nothing about those; clocks do.
+
+`window` says in which order the next requests would go, without changing anything; `take` says that one has gone.
+Not here: whether anything may go now (binding.py), and holding the requests themselves (extproc).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """One class of requests.
+
+    `weight`: its share of the turns beside others that wait. `places`: requests that may wait. `max_wait_s`: then they
+    are answered with an error. `overflow`: the class that takes what finds no place here.
+    """
+
+    name: str
+    weight: float = 1.0
+    places: int = 1_000
+    max_wait_s: float = 30.0
+    overflow: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSpec:
+    """Classes, first the one that requests belong to which name none, and what holds for all of them.
+
+    `max_bytes`: of bodies held. `min_share`: of the turns, for every class that waits. `most_idle_tenants`: whose debt
+    is remembered while they wait for nothing.
+    """
+
+    classes: tuple[ClassSpec, ...]
+    order: Literal["arrival", "deadline"] = "arrival"
+    max_bytes: int = 256 * 1024 * 1024
+    min_share: float = 0.2
+    most_passed_over: int = 20
+    ageing_s: float = 5.0
+    most_idle_tenants: int = 10_000
+
+    def shares(self) -> dict[str, float]:
+        """Each class's share of the turns when all wait: by weight, but for those that would fall below the least."""
+        least = min(self.min_share, 1.0 / len(self.classes))
+        shares = {one.name: least for one in self.classes}
+        lifted: set[str] = set()
+        while True:
+            rest = [one for one in self.classes if one.name not in lifted]
+            left, weights = 1.0 - least * len(lifted), sum(one.weight for one in rest)
+            below = {one.name for one in rest if one.weight / weights * left < least}
+            if not below:
+                return shares | {one.name: one.weight / weights * left for one in rest}
+            lifted |= below
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request that waits. `tokens`: what it is predicted to cost. `payload`: whose it is, none of our business.
+
+    `priority`: lower goes sooner. `deadline_s`: when its first token should come, if somebody said so.
+    """
+
+    class_name: str
+    tenant: str
+    tokens: float
+    held_bytes: int = 0
+    priority: int = 0
+    deadline_s: float = math.inf
+    payload: Any = None
+    since_s: float = field(default=0.0, init=False)
+    expires_s: float = field(default=math.inf, init=False)
+    rank: tuple[float, int] = field(default=(0.0, 0), init=False)
+
+
+class _Clocks:
+    """Virtual clocks of those who share something; see the module."""
+
+    __slots__ = ("_at", "_most_idle", "_now")
+
+    def __init__(self, most_idle: int) -> None:
+        self._at: dict[str, float] = {}
+        self._now = 0.0
+        self._most_idle = most_idle
+
+    def at(self, name: str) -> float:
+        """Its clock, which is never in the past."""
+        return max(self._at.get(name, 0.0), self._now)
+
+    def turn(self, name: str, cost: float, waiting: Iterable[str]) -> None:
+        """`name` got a turn, one of those `waiting`."""
+        began = self.at(name)
+        self._now = max(self._now, min((self.at(one) for one in waiting), default=began))
+        self._at[name] = began + cost
+        if len(self._at) > self._most_idle:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop clocks that the present has passed, and the smallest debts if those are too many."""
+        owing = sorted((at, name) for name, at in self._at.items() if at > self._now)
+        self._at = {name: at for at, name in owing[-self._most_idle // 2 :]}
+
+
+class _Line:
+    """The requests of one class."""
+
+    __slots__ = ("arrivals", "clocks", "passed_over", "spec", "tenants")
+
+    def __init__(self, spec: ClassSpec, most_idle: int) -> None:
+        self.spec = spec
+        self.clocks = _Clocks(most_idle)
+        self.tenants: dict[str, list[Ticket]] = {}  # each by rank
+        self.arrivals: dict[Ticket, None] = {}  # by arrival
+        self.passed_over = 0
+
+    def in_order(self) -> Iterator[Ticket]:
+        """The requests in the order in which they would go."""
+        heads = [(self.clocks.at(tenant), tenant, 0) for tenant in self.tenants]
+        heapq.heapify(heads)
+        while heads:
+            at, tenant, position = heapq.heappop(heads)
+            tickets = self.tenants[tenant]
+            ticket = tickets[position]
+            yield ticket
+            if position + 1 < len(tickets):
+                heapq.heappush(heads, (at + ticket.tokens, tenant, position + 1))
+
+    def add(self, ticket: Ticket) -> None:
+        insort(self.tenants.setdefault(ticket.tenant, []), ticket, key=_rank)
+        self.arrivals[ticket] = None
+
+    def remove(self, ticket: Ticket) -> None:
+        del self.arrivals[ticket]
+        tickets = self.tenants[ticket.tenant]
+        del tickets[bisect_left(tickets, ticket.rank, key=_rank)]
+        if not tickets:
+            del self.tenants[ticket.tenant]
+
+
+def _rank(ticket: Ticket) -> tuple[float, int]:
+    return ticket.rank
+
+
+class Queue:
+    """The waiting requests of one pool. Every call takes the time it happens at, in seconds of one clock."""
+
+    def __init__(self, spec: QueueSpec) -> None:
+        self.spec = spec
+        self.held_bytes = 0
+        self._count = 0
+        self._lines = {one.name: _Line(one, spec.most_idle_tenants) for one in spec.classes}
+        self._shares = spec.shares()
+        self._clocks = _Clocks(len(spec.classes))
+        self._pace = _Pace()
+
+    def __len__(self) -> int:
+        return sum(len(line.arrivals) for line in self._lines.values())
+
+    def waiting(self, class_name: str) -> int:
+        """How many of a class wait."""
+        return len(self._lines[class_name].arrivals)
+
+    # -- coming and going
+
+    def offer(self, ticket: Ticket, now_s: float) -> bool:
+        """Let a request wait, in its class or the first it overflows into that has a place; False if none has."""
+        line = self._with_room(ticket)
+        if line is None:
+            return False
+        if not line.arrivals:
+            line.passed_over = 0
+        self._count += 1
+        ticket.class_name = line.spec.name
+        ticket.since_s, ticket.expires_s = now_s, now_s + line.spec.max_wait_s
+        ticket.rank = (self._due_s(ticket) + ticket.priority * self.spec.ageing_s, self._count)
+        line.add(ticket)
+        self.held_bytes += ticket.held_bytes
+        return True
+
+    def _with_room(self, ticket: Ticket) -> _Line | None:
+        if self.held_bytes + ticket.held_bytes > self.spec.max_bytes:
+            return None
+        name: str | None = ticket.class_name
+        tried: set[str] = set()
+        while name is not None and name not in tried:
+            line = self._lines[name]
+            if len(line.arrivals) < line.spec.places:
+                return line
+            tried.add(name)
+            name = line.spec.overflow
+        return None
+
+    def _due_s(self, ticket: Ticket) -> float:
+        if self.spec.order == "arrival":
+            return ticket.since_s
+        return min(ticket.deadline_s, ticket.expires_s)
+
+    def take(self, ticket: Ticket, now_s: float) -> None:
+        """This request goes: its class and its tenant have had a turn."""
+        line = self._lines[ticket.class_name]
+        self._clocks.turn(ticket.class_name, 1.0 / self._shares[ticket.class_name], self._waiting_classes())
+        line.clocks.turn(ticket.tenant, ticket.tokens, line.tenants)
+        for other in self._lines.values():
+            other.passed_over = other.passed_over + 1 if other.arrivals and other is not line else 0
+        self.drop(ticket)
+        self._pace.departed(now_s)
+
+    def drop(self, ticket: Ticket) -> None:
+        """This request waits no more: its client has gone."""
+        self._lines[ticket.class_name].remove(ticket)
+        self.held_bytes -= ticket.held_bytes
+
+    def expire(self, now_s: float) -> list[Ticket]:
+        """Remove and return those that have waited for as long as they may."""
+        gone: list[Ticket] = []
+        for line in self._lines.values():
+            while line.arrivals and (first := next(iter(line.arrivals))).expires_s <= now_s:
+                self.drop(first)
+                gone.append(first)
+        return gone
+
+    # -- the order
+
+    def window(self, most: int) -> list[Ticket]:
+        """The next requests in the order in which they would go if all of them could."""
+        lines = {name: line.in_order() for name, line in self._lines.items() if line.arrivals}
+        left = {name: len(self._lines[name].arrivals) for name in lines}
+        at = {name: self._clocks.at(name) for name in lines}
+        passed_over = {name: self._lines[name].passed_over for name in lines}
+        chosen: list[Ticket] = []
+        while left and len(chosen) < most:
+            name = self._next_class(at, passed_over)
+            chosen.append(next(lines[name]))
+            at[name] += 1.0 / self._shares[name]
+            passed_over = {other: passed_over[other] + 1 for other in left} | {name: 0}
+            left[name] -= 1
+            if not left[name]:
+                del left[name], at[name], passed_over[name]
+        return chosen
+
+    def _next_class(self, at: Mapping[str, float], passed_over: Mapping[str, int]) -> str:
+        starved = max(at, key=lambda name: passed_over[name])
+        if passed_over[starved] >= self.spec.most_passed_over:
+            return starved
+        return min(at, key=lambda name: at[name])
+
+    def _waiting_classes(self) -> list[str]:
+        return [name for name, line in self._lines.items() if line.arrivals]
+
+    # -- what to tell those who come in vain
+
+    def predicted_wait_s(self, class_name: str, now_s: float) -> float:
+        """How long a request of this class that came now would wait, by the pace of the last departures."""
+        line = self._lines[class_name]
+        pace = self._pace.per_s(now_s)
+        if not pace:
+            return line.spec.max_wait_s
+        shares = sum(self._shares[name] for name in {*self._waiting_classes(), class_name})
+        alone_s = (len(line.arrivals) + 1) * shares / self._shares[class_name] / pace
+        return min(alone_s, (len(self) + 1) / pace, line.spec.max_wait_s)
+
+
+_PACE_MEMORY_S = 10.0
+
+
+class _Pace:
+    """Departures per second, of about the last ten seconds."""
+
+    __slots__ = ("_at_s", "_began_s", "_count")
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._at_s = self._began_s = -math.inf
+
+    def departed(self, now_s: float) -> None:
+        if self._began_s == -math.inf:
+            self._began_s = self._at_s = now_s
+        self._count = self._faded(now_s) + 1.0
+        self._at_s = now_s
+
+    def per_s(self, now_s: float) -> float:
+        """0 before anything has departed."""
+        if not self._count:
+            return 0.0
+        # of a history shorter than the memory, only what there was of it counts
+        seen_s = _PACE_MEMORY_S * -math.expm1(-(now_s - self._began_s) / _PACE_MEMORY_S)
+        return self._faded(now_s) / max(seen_s, 1.0)
+
+    def _faded(self, now_s: float) -> float:
+        return self._count * math.exp(-(now_s - self._at_s) / _PACE_MEMORY_S) if self._count else 0.0

@@ -1,0 +1,272 @@
+"""What a tenant may take: requests and tokens over time, requests at once, a budget per period.
+
+Tokens are reserved at admission by what the request is predicted to use, and corrected when it is known what it used:
+less comes back, more becomes a debt that the bucket works off before it admits again. Every charge is settled exactly
+once, whatever becomes of its request:
+
+- answered: by the usage that the engine reports, or an estimate where it reports none;
+- failed before any of the answer: refunded whole, the request too;
+- abandoned by the client: as answered, for the engine has worked.
+
+A tenant has what is his and nothing of another's; `spare` is a bucket of its own that those who are allowed to may
+take from when theirs is empty. Rejected: a sliding window of past requests. It needs memory for each of them, and tells
+nobody when to come again; a bucket knows both in two numbers.
+
+Who the tenant is, is decided elsewhere (extproc/access). State is kept for as many tenants as `most_tenants` allows,
+least recently seen forgotten first: a bucket that has refilled since tells nothing that a new one does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+
+
+class Quota(StrEnum):
+    """Which limit a tenant has reached: the bounded label set of metrics."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENCY = "concurrency"
+    BUDGET = "budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So much per second on average, and so much at once."""
+
+    per_s: float
+    burst: float
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSpec:
+    """Limits of one tenant; None sets none.
+
+    `budget_tokens` per period of `budget_period_s`, counted from the epoch of the clock that is passed in.
+    """
+
+    requests: Rate | None = None
+    tokens: Rate | None = None
+    concurrency: int | None = None
+    budget_tokens: float | None = None
+    budget_period_s: float = 86_400.0
+    may_borrow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OverQuota:
+    """A request that its tenant may not make now, and when he should come again."""
+
+    quota: Quota
+    retry_after_s: float
+
+
+class _Bucket:
+    """Fills at a rate up to its burst; may be in debt."""
+
+    __slots__ = ("_at_s", "_level", "rate")
+
+    def __init__(self, rate: Rate, now_s: float) -> None:
+        self.rate = rate
+        self._level = rate.burst
+        self._at_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """How long until it holds so much; more than it can ever hold is let out of a full one."""
+        missing = min(amount, self.rate.burst) - self.level(now_s)
+        if missing <= _ROUNDING * self.rate.burst:
+            return 0.0
+        return missing / self.rate.per_s if self.rate.per_s else math.inf
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Take so much, or give back a negative amount."""
+        self._level = min(self.level(now_s) - amount, self.rate.burst)
+
+    def level(self, now_s: float) -> float:
+        """What it holds."""
+        self._level = min(self._level + max(now_s - self._at_s, 0.0) * self.rate.per_s, self.rate.burst)
+        self._at_s = max(self._at_s, now_s)
+        return self._level
+
+
+_ROUNDING = 1e-9
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one request has taken; hangs on its flight, and is settled once."""
+
+    tenant: str
+    tokens: float
+    since_s: float
+    borrowed: bool = False
+    period: int = 0
+    settled: bool = False
+
+
+class _Mean:
+    """The mean of the last ten or so."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def saw(self, value: float) -> None:
+        self.value += 0.1 * (value - self.value)
+
+
+@dataclass(slots=True)
+class _Account:
+    """One tenant's state. `spent` in the budget's present period."""
+
+    spec: QuotaSpec
+    requests: _Bucket | None = None
+    tokens: _Bucket | None = None
+    running: int = 0
+    period: int = 0
+    spent: float = 0.0
+    duration_s: _Mean = field(default_factory=_Mean)
+
+
+class Tenants:
+    """The accounts. `specs` by tenant, `default` for all others; every call takes the time in seconds of one clock."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, QuotaSpec],
+        default: QuotaSpec,
+        *,
+        spare: Rate | None = None,
+        most_tenants: int = 10_000,
+    ) -> None:
+        self._specs = specs
+        self._default = default
+        self._spare_rate = spare
+        self._spare: _Bucket | None = None
+        self._most_tenants = most_tenants
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+
+    def configure(self, specs: Mapping[str, QuotaSpec], default: QuotaSpec, *, spare: Rate | None = None) -> None:
+        """Use new limits: what runs and what was spent stays, buckets whose rate has changed begin full."""
+        self._specs, self._default = specs, default
+        if spare != self._spare_rate:
+            self._spare_rate, self._spare = spare, None
+        for tenant, account in self._accounts.items():
+            self._adopt(account, self._spec(tenant))
+
+    def admit(self, tenant: str, tokens: float, now_s: float) -> Charge | OverQuota:
+        """Take one request of so many predicted tokens, or say which limit it meets."""
+        account = self._account(tenant, now_s)
+        over = self._over(account, tokens, now_s)
+        borrows = over is not None and over.quota is Quota.TOKENS and self._may_borrow(account, tokens, now_s)
+        if over is not None and not borrows:
+            return over
+        account.running += 1
+        if account.requests is not None:
+            account.requests.take(1.0, now_s)
+        charge = Charge(tenant, tokens, now_s, borrowed=borrows, period=account.period)
+        self._take_tokens(account, charge, tokens, now_s)
+        return charge
+
+    def settle(self, charge: Charge, used_tokens: float, now_s: float) -> None:
+        """The request is over and has used so much."""
+        account = self._give_back(charge)
+        if account is not None:
+            account.duration_s.saw(now_s - charge.since_s)
+            self._take_tokens(account, charge, used_tokens - charge.tokens, now_s)
+
+    def refund(self, charge: Charge, now_s: float) -> None:
+        """The request came to nothing, and not by its client's doing: it has cost nothing."""
+        account = self._give_back(charge)
+        if account is not None:
+            self._take_tokens(account, charge, -charge.tokens, now_s)
+            if account.requests is not None:
+                account.requests.take(-1.0, now_s)
+
+    def running(self, tenant: str) -> int:
+        """How many of his requests are admitted and not over."""
+        account = self._accounts.get(tenant)
+        return 0 if account is None else account.running
+
+    # -- inside
+
+    def _over(self, account: _Account, tokens: float, now_s: float) -> OverQuota | None:
+        spec = account.spec
+        if spec.concurrency is not None and account.running >= spec.concurrency:
+            return OverQuota(Quota.CONCURRENCY, account.duration_s.value / max(spec.concurrency, 1))
+        if spec.budget_tokens is not None and account.spent + tokens > spec.budget_tokens:
+            return OverQuota(Quota.BUDGET, (account.period + 1) * spec.budget_period_s - now_s)
+        for quota, bucket, amount in (
+            (Quota.REQUESTS, account.requests, 1.0),
+            (Quota.TOKENS, account.tokens, tokens),
+        ):
+            wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
+            if wait_s:
+                return OverQuota(quota, wait_s)
+        return None
+
+    def _may_borrow(self, account: _Account, tokens: float, now_s: float) -> bool:
+        if not account.spec.may_borrow or self._spare_rate is None:
+            return False
+        if self._spare is None:
+            self._spare = _Bucket(self._spare_rate, now_s)
+        return not self._spare.wait_s(tokens, now_s)
+
+    def _take_tokens(self, account: _Account, charge: Charge, tokens: float, now_s: float) -> None:
+        bucket = self._spare if charge.borrowed else account.tokens
+        if bucket is not None:
+            bucket.take(tokens, now_s)
+        if charge.period == account.period:  # what was admitted in an earlier period has been counted there
+            account.spent = max(account.spent + tokens, 0.0)
+
+    def _give_back(self, charge: Charge) -> _Account | None:
+        """Its place among the tenant's running requests; None if it was settled before, or nobody remembers."""
+        if charge.settled:
+            return None
+        charge.settled = True
+        account = self._accounts.get(charge.tenant)
+        if account is not None:
+            account.running -= 1
+        return account
+
+    def _account(self, tenant: str, now_s: float) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = _Account(self._spec(tenant))
+            self._forget()
+        self._accounts.move_to_end(tenant)
+        spec = account.spec
+        account.requests = account.requests or _bucket(spec.requests, now_s)
+        account.tokens = account.tokens or _bucket(spec.tokens, now_s)
+        period = int(now_s // spec.budget_period_s)
+        if period != account.period:
+            account.period, account.spent = period, 0.0
+        return account
+
+    def _forget(self) -> None:
+        """Drop the least recently seen of those with nothing running, above the bound."""
+        excess = len(self._accounts) - self._most_tenants
+        idle = (tenant for tenant, account in self._accounts.items() if not account.running)
+        for tenant in list(islice(idle, max(excess, 0))):
+            del self._accounts[tenant]
+
+    def _spec(self, tenant: str) -> QuotaSpec:
+        return self._specs.get(tenant, self._default)
+
+    @staticmethod
+    def _adopt(account: _Account, spec: QuotaSpec) -> None:
+        if account.spec.requests != spec.requests:
+            account.requests = None
+        if account.spec.tokens != spec.tokens:
+            account.tokens = None
+        account.spec = spec
+
+
+def _bucket(rate: Rate | None, now_s: float) -> _Bucket | None:
+    return None if rate is None else _Bucket(rate, now_s)

@@ -1,0 +1,221 @@
+"""The queue: who goes next, under a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission.queue import ClassSpec, Queue, QueueSpec, Ticket
+
+REAL_TIME = ClassSpec("real-time", weight=7, places=200, max_wait_s=10.0, overflow="batch")
+BATCH = ClassSpec("batch", weight=3, places=1_000, max_wait_s=600.0)
+TWO = QueueSpec((REAL_TIME, BATCH))
+
+
+def ticket(class_name: str = "real-time", tenant: str = "a", tokens: float = 100.0, **fields: object) -> Ticket:
+    """A request."""
+    return Ticket(class_name, tenant, tokens, **fields)  # type: ignore[arg-type]
+
+
+def queue_of(*tickets: Ticket, spec: QueueSpec = TWO, now_s: float = 0.0) -> Queue:
+    """A queue in which these wait."""
+    queue = Queue(spec)
+    for one in tickets:
+        assert queue.offer(one, now_s)
+    return queue
+
+
+def served(queue: Queue, turns: int, now_s: float = 0.0) -> list[Ticket]:
+    """Who goes, one after the other."""
+    gone = []
+    for _ in range(turns):
+        [first] = queue.window(1)
+        queue.take(first, now_s)
+        gone.append(first)
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"), [((7, 3), (0.7, 0.3)), ((99, 1), (0.8, 0.2)), ((1, 1), (0.5, 0.5))], ids=str
+)
+def test_classes_that_wait_share_the_turns_by_weight(weights: tuple[int, int], shares: tuple[float, float]) -> None:
+    """Exactly, from the first turns on; but none gets less than a fifth."""
+    high, low = (ClassSpec(name, weight=weight) for name, weight in zip(("high", "low"), weights, strict=True))
+    both = [ticket(name) for name in ("high", "low") for _ in range(100)]
+    turns = Counter(one.class_name for one in served(queue_of(*both, spec=QueueSpec((high, low))), 100))
+    assert turns["high"] == pytest.approx(100 * shares[0], abs=1)
+    assert turns["low"] == pytest.approx(100 * shares[1], abs=1)
+
+
+def test_the_least_share_never_asks_for_more_than_there_is() -> None:
+    """Six classes cannot have a fifth each."""
+    shares = QueueSpec(tuple(ClassSpec(str(n), weight=10.0**n) for n in range(6))).shares()
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert min(shares.values()) == pytest.approx(1 / 6)
+
+
+def test_a_class_that_is_passed_over_too_often_goes() -> None:
+    """After twenty turns of others, whatever the weights say."""
+    spec = QueueSpec((ClassSpec("high", weight=1e6), ClassSpec("low")), min_share=0.0)
+    queue = queue_of(*(ticket("high") for _ in range(100)), ticket("low"), ticket("low"), spec=spec)
+    gone = [one.class_name for one in served(queue, 60)]
+    assert [position for position, name in enumerate(gone) if name == "low"][1:] == [22]
+
+
+def test_a_class_that_idled_has_saved_nothing_up() -> None:
+    """Having let others go alone it does not go alone afterwards."""
+    queue = queue_of(*(ticket("batch") for _ in range(100)))
+    served(queue, 50)
+    for _ in range(50):
+        queue.offer(ticket("real-time"), 0.0)
+    turns = Counter(one.class_name for one in served(queue, 20))
+    assert turns["real-time"] == pytest.approx(14, abs=1)
+
+
+def test_tenants_of_a_class_are_served_by_tokens() -> None:
+    """One with small requests gets more of them, and a flood of them does not crowd another out."""
+    flood = [ticket(tenant="flood", tokens=100.0) for _ in range(150)]
+    other = [ticket(tenant="other", tokens=1_000.0) for _ in range(10)]
+    gone = served(queue_of(*flood, *other), 55)
+    assert Counter(one.tenant for one in gone)["other"] == 5
+
+
+def test_a_tenant_cannot_shed_its_debt_by_leaving() -> None:
+    """It has had a large request; while that is not made up for, others go first."""
+    queue = queue_of(ticket(tenant="large", tokens=1_000.0), *(ticket(tenant="small") for _ in range(10)))
+    served(queue, 2)  # one each, and `large` waits for nothing now
+    queue.offer(ticket(tenant="large", tokens=1.0), 0.0)
+    assert [one.tenant for one in served(queue, 9)] == ["small"] * 9
+
+
+def test_a_request_goes_by_arrival_and_a_step_of_priority_is_worth_some_waiting() -> None:
+    """A sooner one goes first; one that has waited for longer than the step is worth goes before it."""
+    queue = Queue(TWO)
+    early, sooner, late = ticket(), ticket(priority=-1), ticket(priority=-1)
+    queue.offer(early, 0.0)
+    queue.offer(sooner, 4.0)
+    queue.offer(late, 6.0)
+    assert served(queue, 3) == [sooner, early, late]
+
+
+def test_a_request_goes_by_deadline_if_so_configured() -> None:
+    """The earliest first; who has none is due when he would be turned away."""
+    queue = Queue(QueueSpec((REAL_TIME, BATCH), order="deadline"))
+    patient, urgent, none = ticket(deadline_s=9.0), ticket(deadline_s=3.0), ticket()
+    for one in (patient, urgent, none):
+        queue.offer(one, 0.0)
+    assert served(queue, 3) == [urgent, patient, none]
+
+
+def test_what_finds_no_place_overflows_and_then_is_refused() -> None:
+    """Into the class that is named; the lower class waits for its own turn there."""
+    small = QueueSpec((ClassSpec("high", places=1, overflow="low"), ClassSpec("low", places=1, max_wait_s=60.0)))
+    queue = Queue(small)
+    first, second = ticket("high"), ticket("high")
+    assert queue.offer(first, 0.0)
+    assert queue.offer(second, 0.0)
+    assert (second.class_name, second.expires_s) == ("low", 60.0)
+    assert not queue.offer(ticket("high"), 0.0)
+    assert not queue.offer(ticket("low"), 0.0)
+    assert len(queue) == 2
+
+
+def test_bodies_count_against_the_queues_bytes() -> None:
+    """Beyond them nothing more is held, until something has gone."""
+    queue = Queue(QueueSpec((REAL_TIME, BATCH), max_bytes=100))
+    large = ticket(held_bytes=80)
+    assert queue.offer(large, 0.0)
+    assert not queue.offer(ticket(held_bytes=30), 0.0)
+    queue.drop(large)
+    assert queue.offer(ticket(held_bytes=30), 0.0)
+    assert queue.held_bytes == 30
+
+
+def test_who_has_waited_for_too_long_is_returned_once() -> None:
+    """At its time, not before; the others go on waiting."""
+    queue = queue_of(early := ticket(), low := ticket("batch"))
+    queue.offer(ticket(), 5.0)
+    assert queue.expire(9.9) == []
+    assert queue.expire(10.0) == [early]
+    assert queue.expire(10.0) == []
+    assert len(queue) == 2
+    assert queue.expire(700.0)[-1] is low
+
+
+def test_the_wait_is_predicted_by_the_pace_of_departures() -> None:
+    """Ten a second, of which the class gets its share while the other one waits too."""
+    both = [ticket(name) for name in ("real-time", "batch") for _ in range(150)]
+    queue = queue_of(*both)
+    assert queue.predicted_wait_s("batch", 0.0) == BATCH.max_wait_s  # nothing has gone yet
+    for turn in range(200):
+        queue.take(queue.window(1)[0], turn / 10)
+    left = queue.waiting("batch")
+    assert queue.predicted_wait_s("batch", 20.0) == pytest.approx((left + 1) / 10, rel=0.25)
+    assert queue.predicted_wait_s("real-time", 20.0) <= REAL_TIME.max_wait_s
+
+
+def test_idle_tenants_are_remembered_up_to_a_bound() -> None:
+    """The smallest debts are forgotten first."""
+    queue = Queue(QueueSpec((REAL_TIME, BATCH), most_idle_tenants=10))
+    for number in range(1_000):
+        queue.offer(ticket(tenant=f"t{number}", tokens=float(number + 1)), 0.0) or served(queue, 1)
+    clocks = queue._lines["real-time"].clocks
+    assert len(clocks._at) <= 11
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("offer"), st.sampled_from(["real-time", "batch"]), st.sampled_from("abc"), st.integers(1, 500)
+        ),
+        st.tuples(st.just("take"), st.integers(0, 5)),
+        st.tuples(st.just("drop"), st.integers(0, 30)),
+        st.tuples(st.just("wait"), st.integers(1, 8)),
+    ),
+    max_size=80,
+)
+
+
+@given(OPERATIONS)
+def test_the_window_is_the_order_in_which_they_go(operations: list[tuple]) -> None:  # type: ignore[type-arg]
+    """Whatever has happened before: taking from the front gives exactly the window; and nothing is lost or doubled."""
+    queue, now_s, waiting = Queue(TWO), 0.0, set[Ticket]()
+    for what, *of in operations:
+        if what == "offer":
+            one = ticket(of[0], of[1], float(of[2]), held_bytes=of[2])
+            if queue.offer(one, now_s):
+                waiting.add(one)
+        elif what == "wait":
+            now_s += of[0]
+            waiting -= set(queue.expire(now_s))
+        elif window := queue.window(6 if what == "take" else 31):
+            one = window[min(of[0], len(window) - 1)]
+            waiting.discard(one)
+            if what == "take":
+                queue.take(one, now_s)
+            else:
+                queue.drop(one)
+    assert queue.held_bytes == sum(one.held_bytes for one in waiting)
+    window = queue.window(len(waiting) + 1)
+    assert set(window) == waiting
+    assert len(window) == len(waiting) == len(queue)
+    assert served(queue, len(window)) == window
+
+
+@given(st.lists(st.sampled_from(["high", "mid", "low"]), min_size=3, max_size=200), st.integers(1, 10))
+def test_no_class_waits_in_vain(arrivals: list[str], guard: int) -> None:
+    """Whatever arrives: a class that waits is passed over at most as often as allowed, times the others like it."""
+    classes = tuple(ClassSpec(name, weight=weight) for name, weight in (("high", 1e6), ("mid", 1e3), ("low", 1.0)))
+    queue = Queue(QueueSpec(classes, min_share=0.0, most_passed_over=guard))
+    for name in arrivals:
+        queue.offer(ticket(name), 0.0)
+    longest, since = Counter[str](), Counter[str]()
+    for _ in arrivals:
+        [gone] = served(queue, 1)
+        for name in ("high", "mid", "low"):
+            since[name] = since[name] + 1 if queue.waiting(name) and name != gone.class_name else 0
+            longest[name] = max(longest[name], since[name])
+    assert max(longest.values()) <= guard + 2

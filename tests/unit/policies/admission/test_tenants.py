@@ -1,0 +1,180 @@
+"""Tenants: what each may take, under a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
+
+FREE = QuotaSpec()
+
+
+def tenants(spec: QuotaSpec, **rest: object) -> Tenants:
+    """Accounts in which tenant `a` has these limits and others have none."""
+    return Tenants({"a": spec}, FREE, **rest)  # type: ignore[arg-type]
+
+
+def admitted(accounts: Tenants, tokens: float, now_s: float, tenant: str = "a") -> Charge:
+    """A request that is let in."""
+    charge = accounts.admit(tenant, tokens, now_s)
+    assert isinstance(charge, Charge)
+    return charge
+
+
+def refused(accounts: Tenants, tokens: float, now_s: float) -> OverQuota:
+    """One that is not."""
+    over = accounts.admit("a", tokens, now_s)
+    assert isinstance(over, OverQuota)
+    return over
+
+
+def test_requests_above_the_rate_are_told_when_to_come_again() -> None:
+    """And when they do, they are let in; a moment before, not."""
+    accounts = tenants(QuotaSpec(requests=Rate(per_s=2.0, burst=3.0)))
+    for _ in range(3):
+        admitted(accounts, 1.0, 0.0)
+    over = refused(accounts, 1.0, 0.0)
+    assert (over.quota, over.retry_after_s) == (Quota.REQUESTS, pytest.approx(0.5))
+    assert refused(accounts, 1.0, 0.49).retry_after_s == pytest.approx(0.01)
+    admitted(accounts, 1.0, 0.5)
+
+
+def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
+    """Less comes back; more is a debt, and nothing is admitted before it is worked off."""
+    accounts = tenants(QuotaSpec(tokens=Rate(per_s=10.0, burst=100.0)))
+    charge = admitted(accounts, 80.0, 0.0)
+    assert refused(accounts, 50.0, 0.0).retry_after_s == pytest.approx(3.0)
+    accounts.settle(charge, 30.0, 0.0)
+    second = admitted(accounts, 70.0, 0.0)
+    accounts.settle(second, 170.0, 0.0)
+    over = refused(accounts, 1.0, 0.0)
+    assert (over.quota, over.retry_after_s) == (Quota.TOKENS, pytest.approx(10.1))
+
+
+def test_a_request_larger_than_the_bucket_is_let_out_of_a_full_one() -> None:
+    """Else it could never go; it leaves a debt behind."""
+    accounts = tenants(QuotaSpec(tokens=Rate(per_s=10.0, burst=100.0)))
+    admitted(accounts, 500.0, 0.0)
+    assert refused(accounts, 500.0, 0.0).retry_after_s == pytest.approx(50.0)
+
+
+def test_a_failed_request_has_cost_nothing() -> None:
+    """Neither tokens, nor its place, nor its turn."""
+    accounts = tenants(QuotaSpec(requests=Rate(0.1, 1.0), tokens=Rate(1.0, 100.0), concurrency=1))
+    charge = admitted(accounts, 100.0, 0.0)
+    assert refused(accounts, 1.0, 0.0).quota is Quota.CONCURRENCY
+    accounts.refund(charge, 0.0)
+    admitted(accounts, 100.0, 0.0)
+
+
+def test_a_charge_is_settled_once() -> None:
+    """Whoever comes second changes nothing."""
+    accounts = tenants(QuotaSpec(tokens=Rate(1.0, 100.0), concurrency=2))
+    charge = admitted(accounts, 60.0, 0.0)
+    accounts.settle(charge, 50.0, 0.0)
+    accounts.settle(charge, 0.0, 0.0)
+    accounts.refund(charge, 0.0)
+    assert accounts.running("a") == 0
+    assert refused(accounts, 60.0, 0.0).retry_after_s == pytest.approx(10.0)
+
+
+def test_requests_at_once_are_counted_and_the_wait_is_by_how_long_they_take() -> None:
+    """Two at once that take four seconds each: one is over about every two."""
+    accounts = tenants(QuotaSpec(concurrency=2))
+    for turn in range(100):
+        accounts.settle(admitted(accounts, 1.0, 4.0 * turn), 1.0, 4.0 * turn + 4.0)
+    admitted(accounts, 1.0, 400.0)
+    admitted(accounts, 1.0, 400.0)
+    assert refused(accounts, 1.0, 400.0).retry_after_s == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_budget_is_full_again_with_the_next_period() -> None:
+    """What is settled after the turn of the period was spent before it."""
+    accounts = tenants(QuotaSpec(budget_tokens=100.0, budget_period_s=60.0))
+    charge = admitted(accounts, 80.0, 50.0)
+    over = refused(accounts, 30.0, 50.0)
+    assert (over.quota, over.retry_after_s) == (Quota.BUDGET, pytest.approx(10.0))
+    second = admitted(accounts, 100.0, 60.0)
+    accounts.settle(charge, 1_000.0, 61.0)
+    accounts.settle(second, 40.0, 61.0)
+    admitted(accounts, 60.0, 61.0)
+
+
+def test_only_who_may_borrow_takes_of_the_spare() -> None:
+    """As much as there is; and what he brings back goes there."""
+    spec = QuotaSpec(tokens=Rate(1.0, 10.0))
+    accounts = Tenants({"a": spec, "b": QuotaSpec(tokens=spec.tokens, may_borrow=True)}, FREE, spare=Rate(1.0, 50.0))
+    admitted(accounts, 10.0, 0.0)
+    assert refused(accounts, 10.0, 0.0).quota is Quota.TOKENS
+    admitted(accounts, 10.0, 0.0, "b")
+    borrowed = admitted(accounts, 50.0, 0.0, "b")
+    assert isinstance(accounts.admit("b", 50.0, 0.0), OverQuota)
+    accounts.settle(borrowed, 0.0, 0.0)
+    assert admitted(accounts, 50.0, 0.0, "b").borrowed
+
+
+def test_one_tenants_flood_is_nothing_to_another() -> None:
+    """His bucket is his own; those without limits have none."""
+    accounts = Tenants({}, QuotaSpec(requests=Rate(1.0, 5.0), tokens=Rate(10.0, 100.0)))
+    for _ in range(1_000):
+        accounts.admit("flood", 1.0, 0.0)
+    admitted(accounts, 100.0, 0.0, "calm")
+
+
+def test_new_limits_apply_to_what_was_spent() -> None:
+    """Those unchanged go on as they were; running requests stay counted."""
+    old = QuotaSpec(requests=Rate(1.0, 2.0), tokens=Rate(1.0, 100.0))
+    accounts = tenants(old)
+    admitted(accounts, 100.0, 0.0)
+    accounts.configure({"a": QuotaSpec(requests=Rate(1.0, 9.0), tokens=old.tokens, concurrency=2)}, FREE)
+    assert refused(accounts, 10.0, 0.0).quota is Quota.TOKENS
+    admitted(accounts, 1.0, 50.0)
+    assert refused(accounts, 1.0, 50.0).quota is Quota.CONCURRENCY
+
+
+def test_accounts_are_kept_up_to_a_bound() -> None:
+    """Those with something running are never forgotten."""
+    accounts = Tenants({}, QuotaSpec(concurrency=1), most_tenants=10)
+    busy = [admitted(accounts, 1.0, 0.0, f"busy{n}") for n in range(5)]
+    for number in range(100):
+        accounts.settle(admitted(accounts, 1.0, 0.0, f"idle{number}"), 1.0, 0.0)
+    assert len(accounts._accounts) <= 10
+    assert all(accounts.running(charge.tenant) == 1 for charge in busy)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "settle", "refund", "wait"]),
+        st.sampled_from("abc"),
+        st.floats(0.0, 50.0),
+        st.integers(0, 5),
+    ),
+    max_size=120,
+)
+
+
+@given(STEPS)
+def test_counts_are_exact_and_no_more_is_let_in_than_the_rate_gives(steps: list[tuple[str, str, float, int]]) -> None:
+    """Over any history: running requests are those not settled; admissions stay below burst and rate times time."""
+    spec = QuotaSpec(requests=Rate(2.0, 5.0), concurrency=4)
+    accounts, now_s, open_charges, let_in = Tenants({}, spec), 0.0, list[Charge](), dict.fromkeys("abc", 0.0)
+    for what, tenant, amount, which in steps:
+        if what == "wait":
+            now_s += amount / 50
+        elif what == "admit":
+            charge = accounts.admit(tenant, amount, now_s)
+            if isinstance(charge, Charge):
+                open_charges.append(charge)
+                let_in[tenant] += 1
+        elif open_charges:
+            charge = open_charges.pop(which % len(open_charges))
+            if what == "settle":
+                accounts.settle(charge, amount, now_s)
+            else:
+                accounts.refund(charge, now_s)
+                let_in[charge.tenant] -= 1
+    for tenant in "abc":
+        assert accounts.running(tenant) == sum(charge.tenant == tenant for charge in open_charges) <= 4
+        assert let_in[tenant] <= 5.0 + 2.0 * now_s + 1e-6
