@@ -165,6 +165,19 @@ class Decision:
     fallbacks: tuple[Fallback, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a prefix index promised of one prompt, to be compared with what the engine found (calibration.py).
+
+    `stay`: of the endpoint's cache, which was emptied so often. `pinned_tokens`: in use by others then. `parts`: what
+    lay behind it at rest, as how deep it lay and how many tokens it had.
+    """
+
+    stay: int
+    pinned_tokens: int
+    parts: tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True)
 class Reservation:
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
@@ -172,7 +185,7 @@ class Reservation:
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
     `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet. The
     index's: `blocks` are pinned for it, in that `stay`; the first `idle_blocks` of them were there before, and not just
-    by word of another request under way.
+    by word of another request under way. `promise`: what it promised, where that is to be compared.
     """
 
     slot: int
@@ -186,6 +199,7 @@ class Reservation:
     blocks: Sequence[int] = ()
     stay: int = 0
     idle_blocks: int = 0
+    promise: Promise | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 
 from policies.fleet_state import FleetState
+from policies.placement.calibration import Calibration
 from policies.placement.filters import FILTERS, Filter, exceeds_context
 from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy
@@ -49,6 +50,7 @@ class Placement:
         self.pool = pool
         self.index = index
         self.ledger = ledger or Ledger()
+        self.calibration = Calibration(index)
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
         self._own_blocks = count(-1, -1)  # no hash is negative
@@ -71,9 +73,14 @@ class Placement:
         """The slots that belong to the pool; those that left lose their prefix credit."""
         members = np.array(sorted(slots), np.intp)
         for gone in np.setdiff1d(self.members, members):
-            self.index.forget(int(gone))
-            self.ledger.forget(int(gone))
+            self.forget(int(gone))
         self.members = members
+
+    def forget(self, slot: int) -> None:
+        """The endpoint's cache is empty, or the slot is another's: nothing that was learned of it holds."""
+        self.index.forget(slot)
+        self.ledger.forget(slot)
+        self.calibration.forget(slot)
 
     def choose(
         self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random, *, length: int = 3
@@ -108,11 +115,14 @@ class Placement:
         """Carry the decision out: index the prompt, book the load, take the turn."""
         slot = decision.order[0]
         self.policy.committed(decision)
+        promise = self.calibration.promise(slot, request.block_hashes, request.block_tokens, now_s)
         reservation = state.reserve(
             slot,
             prompt_tokens=request.input_tokens,
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
+        reservation.promise = promise
+        self.calibration.promised(slot, decision.chosen_matched_tokens)
         self._book(request, reservation, state, now_s)
         return reservation
 

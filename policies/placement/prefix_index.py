@@ -160,6 +160,41 @@ class PrefixIndex:
         self._reach(int(slots[-1]))
         return self._oldest_at_s[slots]
 
+    def resting(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[tuple[int, float]]]:
+        """What `slot` holds of a prompt from its start: tokens in use now, then resting ones.
+
+        These as parts of a prompt's tokens, each with the time since when it rests.
+        """
+        shelf = self._shelf(slot)
+        in_use, parts = 0, list[tuple[int, float]]()
+        for block, block_tokens in zip(hashes, tokens, strict=True):
+            entry = shelf.idle.get(block)
+            if entry is None:
+                if parts or block not in shelf.pinned:
+                    break
+                in_use += block_tokens
+            elif parts and parts[-1][1] == entry[1]:
+                parts[-1] = (parts[-1][0] + block_tokens, entry[1])
+            else:
+                parts.append((block_tokens, entry[1]))
+        return in_use, parts
+
+    def resting_since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
+        """Since when the block rests that has so many tokens before it, most recently used first.
+
+        `depths_tokens` ascending. Endless where a block in use lies so deep, for ever (minus that) where none does.
+        """
+        shelf = self._shelf(slot)
+        since = [-np.inf] * len(depths_tokens)
+        at, left = len(depths_tokens) - 1, shelf.held_tokens
+        for tokens, since_s in shelf.idle.values():
+            while at >= 0 and depths_tokens[at] >= left - tokens:
+                if depths_tokens[at] < left:
+                    since[at] = since_s
+                at -= 1
+            left -= tokens
+        return [np.inf if depth < left else known for depth, known in zip(depths_tokens, since, strict=True)]
+
     def __len__(self) -> int:
         return len(self._holders)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -205,3 +207,24 @@ def _shared(left: list[int], right: list[int]) -> int:
             break
         count += 1
     return count
+
+
+def test_what_rests_of_a_prompt_is_told_apart_from_what_is_in_use() -> None:
+    """From its start: in use, then at rest in parts by since when, up to the first block that is not there."""
+    index = PrefixIndex(10_000)
+    index.insert(0, [1, 2, 3, 4], [10, 20, 30, 40], 5.0)
+    index.insert(0, [1, 2, 3], [10, 20, 30], 7.0)
+    index.pin(0, [1], [10])
+    assert index.resting(0, [1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]) == (10, [(50, 7.0), (40, 5.0)])
+    assert index.resting(0, [9, 1], [10, 10]) == (0, [])
+    assert index.resting(3, [1], [10]) == (0, [])
+
+
+def test_depths_are_told_by_since_when_their_blocks_rest() -> None:
+    """Most recently used first, blocks in use before all; for ever where nothing lies so deep."""
+    index = PrefixIndex(10_000)
+    for number in range(1, 6):
+        index.insert(0, [number], [100], float(number))
+    index.pin(0, [9], [100])
+    assert index.resting_since(0, [50, 150, 250, 599, 600, 9_000]) == [math.inf, 5.0, 4.0, 1.0, -math.inf, -math.inf]
+    assert index.resting_since(3, [0, 10]) == [-math.inf, -math.inf]

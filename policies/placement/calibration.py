@@ -1,0 +1,276 @@
+"""Whether an endpoint's cache is as large as it says, by what it finds of what the prefix index promised.
+
+An index larger than the cache behind it promises what was evicted long ago: a fleet told twice the truth sends requests
+after prefixes that are gone. Others' requests in the same cache, or a figure of another kind of memory, look the same.
+
+What is compared is *how deep* in the index a promise lay. A block that rests there behind others is evicted once its
+depth, in tokens more recently used, exceeds the cache. So where promises at some depth and beyond are mostly broken,
+the cache ends there; how many are broken in all says little, since most reuse is recent and found in any cache. Depths
+are told in levels, shares of the reported size; the level chosen is the one that separates kept promises from broken
+ones best. The index shrinks to it at once. It grows a level at a time when its deepest promises are kept: nothing else
+can tell what lies beyond.
+
+Not counted as broken: what another request is just bringing (it may not be there yet), and less than a block or two (an
+engine rounds down). An engine that never tells of cached tokens in its answers is judged by its counters of hits, more
+coarsely: all promises against all hits, and not while requests queue there. Of one that tells neither nothing is known,
+and its word stands.
+
+Rejected: going by the share of kept promises alone. Where queues delay what was promised it is as low for an honest
+engine (0.37 in replays of an overloaded fleet) as nowhere for a twofold lie (0.79). Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from policies.placement.prefix_index import PrefixIndex
+from policies.types import Promise
+
+SMALLEST_SCALE = 1 / 8
+_STEPS = 15
+LEVELS = tuple(SMALLEST_SCALE ** (1 - step / _STEPS) for step in range(_STEPS + 1))
+"""Shares of the reported size that an index may have, each a seventh above the one before. The last is the whole."""
+_TOP = _STEPS
+
+_BETWEEN_PROMISES_S = 0.02
+"""A promise costs microseconds to note; fifty a second and endpoint are evidence enough."""
+_BETWEEN_MARKS_S = 2.0
+"""How long what is known of depths is used: an index of 400,000 tokens turns over in a minute at best."""
+_LEAST_TOKENS = 128
+"""A promise of fewer says nothing beside what rounding takes."""
+_ROUNDING_TOKENS = 64
+"""An engine finds whole blocks, and never the prompt's last token."""
+_EVIDENCE_SHARE = 0.1
+_LEAST_EVIDENCE_TOKENS = 16_384
+"""Judged anew after promises of so much: a share of the reported size, or so many tokens if that is more."""
+_MEMORY = 0.8
+"""Of the evidence, what is left after a judgement."""
+_BROKEN, _KEPT = 0.5, 0.8
+"""Promises of which less is found are broken, of which more is found are kept."""
+_MARGIN = 0.1
+"""Of the evidence needed, how much more must speak for a smaller index than for the one there is."""
+_COUNTED_SHARE = 0.25
+"""Counters tell of all requests alike, so they are judged over more of them."""
+_FEW_HITS, _MANY_HITS = 0.85, 0.95
+"""Hits by the counters per promise; an honest engine that does not queue has more than promised."""
+_COUNTED_STEP = 2
+"""Levels down at a time: counters say that there is less, not how much."""
+_KEPT_IN_A_ROW = 3
+"""Judgements before the index grows: what was measured once holds longer than what was guessed once."""
+
+
+class Evidence(StrEnum):
+    """What an endpoint's calibration rests on."""
+
+    ANSWERS = "answers"
+    """Cached tokens in its answers' usage."""
+    COUNTERS = "counters"
+    """Its own counters of hits."""
+    NONE = "none"
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    """What is known of one endpoint. `marks[level]`: since when the block rests that lies that deep in the index."""
+
+    promised: np.ndarray[tuple[int], np.dtype[np.float64]]
+    found: np.ndarray[tuple[int], np.dtype[np.float64]]
+    marks: list[float]
+    capacity_tokens: int = 0
+    level: int = _TOP
+    stay: int = 0
+    kept_in_a_row: int = 0
+    fresh_tokens: float = 0.0
+    marked_at_s: float = -np.inf
+    noted_at_s: float = -np.inf
+    tells: bool = False
+    counts: bool = False
+    hit_tokens: float = 0.0
+
+    @classmethod
+    def new(cls) -> _Endpoint:
+        return cls(np.zeros(_STEPS + 1), np.zeros(_STEPS + 1), [-np.inf] * (_STEPS + 1))
+
+    def forget_evidence(self) -> None:
+        self.promised[:] = self.found[:] = 0.0
+        self.fresh_tokens = self.hit_tokens = 0.0
+        self.kept_in_a_row = 0
+
+    @property
+    def evidence_tokens(self) -> float:
+        return max(_LEAST_EVIDENCE_TOKENS, _EVIDENCE_SHARE * self.capacity_tokens)
+
+
+class Calibration:
+    """One pool's. It sets the capacities of the pool's index: what an endpoint reports, scaled to what it keeps."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.enabled = False
+        self._index = index
+        self._endpoints: dict[int, _Endpoint] = {}
+
+    def set_capacity(self, slot: int, tokens: int) -> None:
+        """The endpoint reports this size. Another than before is believed anew."""
+        endpoint = self._endpoint(slot)
+        if tokens != endpoint.capacity_tokens:
+            endpoint.capacity_tokens, endpoint.level = tokens, _TOP
+            endpoint.marked_at_s = -np.inf
+            endpoint.forget_evidence()
+        self._apply(slot, endpoint)
+
+    def forget(self, slot: int) -> None:
+        """Its cache is empty, or the slot is another endpoint's: what was promised of it will not be kept."""
+        endpoint = self._endpoints.get(slot)
+        if endpoint is not None:
+            endpoint.stay += 1
+            endpoint.marked_at_s = -np.inf
+            endpoint.forget_evidence()
+            endpoint.tells = False
+
+    def let_go(self, slot: int) -> None:
+        """The endpoint left the pool."""
+        self._endpoints.pop(slot, None)
+
+    def scale(self, slot: int) -> float:
+        """The index's size as a share of the reported one."""
+        endpoint = self._endpoints.get(slot)
+        return LEVELS[endpoint.level] if endpoint is not None and self.enabled else 1.0
+
+    def evidence(self, slot: int) -> Evidence:
+        """What that rests on."""
+        endpoint = self._endpoints.get(slot)
+        if endpoint is None or not self.enabled:
+            return Evidence.NONE
+        if endpoint.tells:
+            return Evidence.ANSWERS
+        return Evidence.COUNTERS if endpoint.counts else Evidence.NONE
+
+    # -- evidence from answers
+
+    def promise(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> Promise | None:
+        """What the index promises of a prompt now, for comparison when it is answered; None if that would say little.
+
+        To be asked before the request is booked: then its own blocks rest no more.
+        """
+        endpoint = self._endpoints.get(slot)
+        if not self.enabled or endpoint is None or now_s - endpoint.noted_at_s < _BETWEEN_PROMISES_S:
+            return None
+        pinned, resting = self._index.resting(slot, hashes, tokens)
+        if sum(part for part, _ in resting) < _LEAST_TOKENS:
+            return None
+        endpoint.noted_at_s = now_s
+        self._mark(slot, endpoint, now_s)
+        parts = tuple((_depth(endpoint.marks, since_s), part) for part, since_s in resting)
+        return Promise(endpoint.stay, pinned, parts)
+
+    def _mark(self, slot: int, endpoint: _Endpoint, now_s: float) -> None:
+        if now_s - endpoint.marked_at_s >= _BETWEEN_MARKS_S:
+            endpoint.marked_at_s = now_s
+            endpoint.marks = self._index.resting_since(slot, [level * endpoint.capacity_tokens for level in LEVELS])
+
+    def answered(self, slot: int, promise: Promise | None, found_tokens: float) -> None:
+        """A prompt was answered, and the engine says what it found cached of it, in the tokens that we count in."""
+        endpoint = self._endpoints.get(slot)
+        if not self.enabled or endpoint is None:
+            return
+        endpoint.tells |= found_tokens > 0
+        if promise is None or promise.stay != endpoint.stay or not endpoint.tells:
+            return
+        rest = found_tokens - promise.pinned_tokens
+        if rest < -_ROUNDING_TOKENS:
+            return  # not even what others were using: it was still on its way there
+        self._compare(endpoint, promise, max(0.0, rest) + _ROUNDING_TOKENS)
+        if endpoint.fresh_tokens >= endpoint.evidence_tokens:
+            self._judge(slot, endpoint)
+
+    @staticmethod
+    def _compare(endpoint: _Endpoint, promise: Promise, found_tokens: float) -> None:
+        for depth, tokens in promise.parts:
+            endpoint.promised[depth] += tokens
+            endpoint.found[depth] += min(tokens, found_tokens)
+            endpoint.fresh_tokens += tokens
+            found_tokens = max(0.0, found_tokens - tokens)
+
+    def _judge(self, slot: int, endpoint: _Endpoint) -> None:
+        """Shrink to where promises begin to be broken, or grow by a level."""
+        gains = np.cumsum(endpoint.found - _BROKEN * endpoint.promised)
+        best = _TOP - int(np.argmax(gains[::-1]))  # of equal ones the largest
+        fewest = 2 if endpoint.level == _TOP else 1  # an honest engine is not shrunk for a level's worth of noise
+        wins = gains[best] - gains[endpoint.level] >= _MARGIN * endpoint.evidence_tokens
+        if best <= endpoint.level - fewest and wins:
+            endpoint.level, endpoint.kept_in_a_row = best, 0
+            self._apply(slot, endpoint)
+        elif self._keeps_its_deepest(endpoint):
+            self._grow(slot, endpoint)
+        endpoint.promised *= _MEMORY
+        endpoint.found *= _MEMORY
+        endpoint.fresh_tokens = 0.0
+
+    @staticmethod
+    def _keeps_its_deepest(endpoint: _Endpoint) -> bool:
+        deepest = slice(max(0, endpoint.level - 1), endpoint.level + 1)
+        promised = float(endpoint.promised[deepest].sum())
+        kept = float(endpoint.found[deepest].sum()) >= _KEPT * promised
+        return kept and promised >= _MARGIN * endpoint.evidence_tokens
+
+    def _grow(self, slot: int, endpoint: _Endpoint) -> None:
+        endpoint.kept_in_a_row += 1
+        if endpoint.level < _TOP and endpoint.kept_in_a_row >= _KEPT_IN_A_ROW:
+            endpoint.level, endpoint.kept_in_a_row = endpoint.level + 1, 0
+            self._apply(slot, endpoint)
+
+    # -- evidence from counters
+
+    def promised(self, slot: int, tokens: float) -> None:
+        """So much of a prompt that is sent there is believed cached, whatever its answer will tell of it."""
+        endpoint = self._endpoints.get(slot)
+        if self.enabled and endpoint is not None and endpoint.counts and not endpoint.tells:
+            endpoint.fresh_tokens += tokens
+
+    def counted(self, slot: int, hit_tokens: float, *, queues: bool) -> None:
+        """By its counter the endpoint found so much cached since it was last asked.
+
+        `queues`: requests wait there. What was promised them is counted late, and may be gone by then.
+        """
+        endpoint = self._endpoints.get(slot)
+        if not self.enabled or endpoint is None or endpoint.tells:
+            return
+        endpoint.counts = True
+        endpoint.hit_tokens += hit_tokens
+        promised = endpoint.fresh_tokens
+        if queues:
+            endpoint.fresh_tokens = endpoint.hit_tokens = 0.0
+        elif promised >= max(_LEAST_EVIDENCE_TOKENS, _COUNTED_SHARE * endpoint.capacity_tokens):
+            self._judge_counts(slot, endpoint, endpoint.hit_tokens / promised)
+            endpoint.fresh_tokens = endpoint.hit_tokens = 0.0
+
+    def _judge_counts(self, slot: int, endpoint: _Endpoint, found_share: float) -> None:
+        if found_share < _FEW_HITS and endpoint.level:
+            endpoint.level, endpoint.kept_in_a_row = max(0, endpoint.level - _COUNTED_STEP), 0
+            self._apply(slot, endpoint)
+        elif found_share >= _MANY_HITS:
+            self._grow(slot, endpoint)
+
+    # -- inside
+
+    def _endpoint(self, slot: int) -> _Endpoint:
+        endpoint = self._endpoints.get(slot)
+        if endpoint is None:
+            endpoint = self._endpoints[slot] = _Endpoint.new()
+        return endpoint
+
+    def _apply(self, slot: int, endpoint: _Endpoint) -> None:
+        scale = LEVELS[endpoint.level] if self.enabled else 1.0
+        self._index.set_capacity(slot, round(scale * endpoint.capacity_tokens))
+
+
+def _depth(marks: Sequence[float], since_s: float) -> int:
+    """The level that holds a block resting since then: how many levels' ends rest since later."""
+    depth = 0
+    while depth < _TOP and marks[depth] > since_s:
+        depth += 1
+    return depth
