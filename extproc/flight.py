@@ -329,7 +329,7 @@ class Flights:
             flight.placement = None
 
     def _learn(self, flight: Flight, completion: Completion) -> None:
-        """What the pool's ledger can learn of one answer. Only a streamed one tells when its first token came."""
+        """What the pool can learn of one answer. Only a streamed one tells when its first token came."""
         reservation, placement, usage = flight.reservation, flight.placement, completion.usage
         if reservation is None or placement is None or completion.failed is not None:
             return
@@ -339,6 +339,10 @@ class Flights:
             placement.ledger.timed(reservation, completion.ttft_s)
         if usage is not None and usage.completion_tokens:
             placement.ledger.answered(usage.completion_tokens)
+        if usage is not None and usage.cached_tokens is not None and usage.prompt_tokens:
+            # in the tokens that we count in: a share is right though our count of the prompt is not
+            found = usage.cached_tokens / usage.prompt_tokens * reservation.prompt_tokens
+            placement.calibration.answered(reservation.slot, reservation.promise, found)
 
     def _take_credit_back(self, flight: Flight, address: str | None) -> None:
         """A prompt that an endpoint did not take is not in its cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from extproc.fleet.fleet import Fleet
-from extproc.flight import Completion, Flight
+from extproc.flight import Completion, Flight, Usage
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
@@ -58,6 +58,7 @@ class Outcomes:
             self._metrics.used_tokens(pool, "prompt", completion.usage.prompt_tokens)
             self._metrics.used_tokens(pool, "cached", completion.usage.cached_tokens)
             self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
+            self._metrics.compared(pool, *_compared(flight, completion.usage))
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)
@@ -77,6 +78,17 @@ class Outcomes:
     def _pool(self, flight: Flight) -> str:
         """The pool's name as a label; empty once it is gone, or the last requests would bring its series back."""
         return flight.pool if flight.pool in self._fleet.placements else ""
+
+
+def _compared(flight: Flight, usage: Usage) -> tuple[float, int]:
+    """Prompt tokens that were believed cached and that were found, of an answer that tells; else none of either.
+
+    The belief is a share of the prompt as we count it, told in tokens as the engine counts them.
+    """
+    reservation = flight.reservation
+    if usage.cached_tokens is None or reservation is None or not reservation.prompt_tokens:
+        return 0.0, 0
+    return reservation.cached_tokens / reservation.prompt_tokens * usage.prompt_tokens, usage.cached_tokens
 
 
 _UNTOLD = "no access-log entry"

@@ -60,6 +60,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("cost", np.float64, 0),
     ("remote", np.bool_, False),
     ("max_adapters", np.float64, 0),
+    ("index_scale", np.float64, 1),
 )
 _KEPT_ON_REUSE = ("generation",)
 
@@ -131,7 +132,7 @@ class FleetState:
     `*_level`: the same figures smoothed, the engine's and, by the same measure, ours: what has changed since shows in
     the difference of ours (see `scraped`).
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
-    runs at most so many at once; 0 while it has not said.
+    runs at most so many at once; 0 while it has not said. `index_scale`: of the cache it reports, what its index holds.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
     `has_metrics`: false for an engine that has none to scrape.
@@ -174,6 +175,7 @@ class FleetState:
     cost: npt.NDArray[np.float64]
     remote: npt.NDArray[np.bool_]
     max_adapters: npt.NDArray[np.float64]
+    index_scale: npt.NDArray[np.float64]
 
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s

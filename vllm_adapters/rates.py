@@ -35,13 +35,14 @@ class Rates:
 class Change:
     """What one scrape shows that the one before did not.
 
-    `restarted`: the engine is another run than before. `finished`: requests that ended, by reason. `closed`: an
-    interval is over, and the rates are new.
+    `restarted`: the engine is another run than before. `finished`: requests that ended, by reason. `hit_tokens`: of
+    prompts, found cached; None where the engine does not count them. `closed`: an interval is over, rates are new.
     """
 
     restarted: bool = False
     finished: dict[str, float] = field(default_factory=dict)
     closed: bool = False
+    hit_tokens: float | None = None
 
 
 @dataclass(slots=True)
@@ -95,13 +96,14 @@ class Counters:
         """One page, read at `now_s`."""
         known = _Known.of(figures)
         restarted = self._known.before_another_run(known)
+        hits_before = self._known.prefix_hits_tokens
         if restarted:
             self._known = _Known()
             self._began = None  # an interval does not reach over a restart
             self._finished = {}
         self._known.update(known)
         finished = self._ended(figures.finished)
-        return Change(restarted, finished, self._close(figures, now_s))
+        return Change(restarted, finished, self._close(figures, now_s), _grown_since(hits_before, known))
 
     def _ended(self, finished: dict[str, float]) -> dict[str, float]:
         before, self._finished = self._finished, finished or self._finished
@@ -132,6 +134,11 @@ class Counters:
         hits = _grown(began.prefix_hits_tokens, now.prefix_hits_tokens or 0.0)
         # two counters are not read at the same instant
         return min(1.0, hits / queried) if queried else self.rates.hit_ratio
+
+
+def _grown_since(hits_before: float | None, known: _Known) -> float | None:
+    hits = known.prefix_hits_tokens
+    return None if hits is None or hits_before is None else _grown(hits_before, hits)
 
 
 def _grown(before: float | None, now: float) -> float:

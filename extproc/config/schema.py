@@ -303,6 +303,9 @@ class Pool(Model):
     protocol: Literal["http", "grpc"] = Field("http", description="what the engines speak, always in plaintext")
     retry_500: bool = Field(True, description="a 500 before any byte of the answer: vLLM's while it shuts down")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
+    calibrate_index: bool = Field(
+        True, description="believe in less cache than an engine reports where it keeps less of what was promised"
+    )
     hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
     bytes_per_token: float = Field(4.0, gt=0, le=1e6)
     tokens_per_cjk_character: float = Field(1.5, gt=0, le=1e6)

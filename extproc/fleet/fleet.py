@@ -188,6 +188,7 @@ class Fleet:
         placement.ledger.profile = profile_of(pool)
         if self._pools.get(pool.name) != pool:
             placement.use(policy, filters=spec.filters, index_tokens=spec.index_tokens)
+        placement.calibration.enabled = pool.calibrate_index
         self._pools[pool.name] = pool
 
     def set_endpoints(self, pool: str, endpoints: Iterable[Discovered | str]) -> None:
@@ -253,8 +254,8 @@ class Fleet:
         member.leaving.pop(pool, None)
         self.state.has_metrics[member.slot] = self.assumed_by_grpc(address) is None
         # a late move of a request may have credited whoever had the slot before
-        self.placements[pool].index.forget(member.slot)
-        self.placements[pool].ledger.forget(member.slot)
+        self.placements[pool].forget(member.slot)
+        self.placements[pool].calibration.let_go(member.slot)
         self._apply_capacity(member)
         self._observe(member, Evidence.LISTED)
 
@@ -477,6 +478,7 @@ class Fleet:
             self._restarted(member)
         if change.closed:
             self._tell_rates(member)
+        self._calibrate(member, figures, change)
         self._note_finished(member, change)
         self._note_progress(member, figures)
 
@@ -489,6 +491,14 @@ class Fleet:
                 "KV cache fills up", endpoint=member.address, used=round(kv_used, 3),
                 full_in_s=None if math.isinf(forecast.full_in_s) else round(forecast.full_in_s, 1),
             )  # fmt: skip
+
+    def _calibrate(self, member: _Member, figures: EngineFigures, change: Change) -> None:
+        """What it found cached by its own count. Of several pools nobody knows whose promises those were."""
+        placements = [self.placements[pool] for pool in member.pools]
+        if len(placements) == 1 and change.hit_tokens is not None and not change.restarted:
+            placements[0].calibration.counted(member.slot, change.hit_tokens, queues=bool(figures.waiting))
+        scales = [placement.calibration.scale(member.slot) for placement in placements]
+        self.state.index_scale[member.slot] = min(scales, default=1.0)
 
     def _tell_rates(self, member: _Member) -> None:
         rates, state, slot = member.counters.rates, self.state, member.slot
@@ -528,12 +538,15 @@ class Fleet:
         self.state.kv_capacity_tokens[member.slot] = tokens
         for pool in member.pools:
             placement = self.placements[pool]
-            placement.index.set_capacity(member.slot, placement.index_tokens or tokens)
+            if placement.index_tokens:
+                placement.calibration.let_go(member.slot)
+                placement.index.set_capacity(member.slot, placement.index_tokens)
+            else:
+                placement.calibration.set_capacity(member.slot, tokens)
 
     def _restarted(self, member: _Member) -> None:
         for pool in member.pools:
-            self.placements[pool].index.forget(member.slot)
-            self.placements[pool].ledger.forget(member.slot)
+            self.placements[pool].forget(member.slot)
         member.forecast.forget()
         self._hold(member, _ENGINE, drain=member.pushed is not None and member.pushed.phase == "draining")
         self._observe(member, Evidence.RESTARTED)
@@ -570,7 +583,7 @@ class Fleet:
             **self._describe_placements(member, now_s),
         }
 
-    def _describe_placements(self, member: _Member, now_s: float) -> dict[str, dict[str, float]]:
+    def _describe_placements(self, member: _Member, now_s: float) -> dict[str, Mapping[str, float | str]]:
         """What each of its pools makes of an endpoint."""
         slots = np.array([member.slot], np.intp)
         placements = {pool: self.placements[pool] for pool in sorted(member.pools)}
@@ -579,6 +592,9 @@ class Fleet:
         return {
             "indexed_tokens": {
                 pool: placement.index.held_tokens(member.slot) for pool, placement in placements.items()
+            },
+            "index_evidence": {
+                pool: placement.calibration.evidence(member.slot) for pool, placement in placements.items()
             },
             "prefill_tokens_per_s": {pool: round(float(rate[0]), 1) for pool, rate in rates.items()},
             "backlog_tokens": {pool: round(float(backlog[0])) for pool, backlog in backlogs.items()},

@@ -55,6 +55,10 @@ class Metrics:
         self._stages = self._histogram("stage_seconds", "Time of one step of the decision", _STAGE_BUCKETS_S, "stage")
         self._prompt_tokens = self._counter("prefix_prompt_tokens", "Estimated prompt tokens routed", "pool")
         self._matched_tokens = self._counter("prefix_matched_tokens", "Of these, believed cached where routed", "pool")
+        self._predicted_tokens = self._counter(
+            "prefix_predicted_tokens", "Prompt tokens believed cached, of answers that tell what was", "pool"
+        )
+        self._found_tokens = self._counter("prefix_found_tokens", "Prompt tokens found cached, of the same", "pool")
         self._fallbacks = self._counter("fallbacks", "Decisions made on less than full knowledge", "reason")
         self._moved = self._counter("requests_moved", "Requests served elsewhere than first chosen", "pool")
         self._attempts_failed = self._counter("attempts_failed", "Tries an endpoint failed", "endpoint", "why")
@@ -198,6 +202,12 @@ class Metrics:
         if tokens:
             self._child(self._tokens, pool, kind).inc(tokens)
 
+    def compared(self, pool: str, predicted_tokens: float, found_tokens: int) -> None:
+        """What was believed cached of one prompt, and what the engine found."""
+        if predicted_tokens or found_tokens:
+            self._child(self._predicted_tokens, pool).inc(predicted_tokens)
+            self._child(self._found_tokens, pool).inc(found_tokens)
+
     # -- wire
 
     def message(self, phase: Phase) -> None:
@@ -337,6 +347,7 @@ _ENDPOINT_GAUGES = (
     ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
     ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
     ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, of late"),
+    ("prefix_index_scale", "index_scale", "Size of its prefix index, as a share of the cache it reports"),
     ("endpoint_generation_tokens_per_second", "generated_tokens_per_s", "Tokens generated, by the engine's count"),
     ("endpoint_prompt_tokens_per_second", "prefilled_tokens_per_s", "Prompt tokens taken in, by the engine's count"),
     ("endpoint_preemptions_per_second", "preemptions_per_s", "Requests pushed out of a full cache"),

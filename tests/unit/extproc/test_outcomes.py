@@ -18,6 +18,7 @@ from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.types import Decision, InferenceRequest, Kind
 from vllm_adapters.health import Listing
+from vllm_adapters.metrics import EngineFigures
 
 FIRST, SECOND = "10.0.0.1:8000", "10.0.0.2:8000"
 CONFIG = f"pools: [{{name: p, models: [m], endpoints: {{static: ['{FIRST}', '{SECOND}']}}}}]"
@@ -45,17 +46,20 @@ class House:
     """A ready fleet of two with everything that listens to flights."""
 
     def __init__(self) -> None:
+        self.now_s = 0.0
         self.metrics = Metrics()
         self.state = FleetState()
         self.log = DecisionLog(10)
-        self.fleet = Fleet(self.state, self.metrics, lambda: 0.0)
+        self.fleet = Fleet(self.state, self.metrics, lambda: self.now_s)
         self.fleet.configure(Generation(1, parse(CONFIG)))
         self.fleet.set_endpoints("p", [FIRST, SECOND])
         self.fleet.acknowledged(self.fleet.assignments())
         for address in (FIRST, SECOND):
             self.fleet.listed_models(address, Listing(frozenset({"m"}), None))
         outcomes = Outcomes(self.fleet, self.metrics, self.log)
-        self.flights = Flights(self.state, outcomes, lambda: 0.0, max_open=9, max_unsettled=1, access_log_timeout_s=10)
+        self.flights = Flights(
+            self.state, outcomes, lambda: self.now_s, max_open=9, max_unsettled=1, access_log_timeout_s=10
+        )
 
     def start(self) -> Flight:
         """A request on its way, in the decision log."""
@@ -252,3 +256,52 @@ def test_a_request_that_breaks_two_engines_is_held_against_neither() -> None:
         assert house.fleet.wants_trial(FIRST)  # at once: it need not rest
         house.fleet.listed_models(FIRST, Listing(frozenset({"m"}), None))
     assert house.value("endpoints_acquitted_total", endpoint=FIRST) == 5
+
+
+def _ask(house: House, conversation: int, usage: Usage | None) -> str:
+    """One turn of a conversation whose prompt is 1,000 tokens by our count, nearly all in blocks; who served it."""
+    hashes = [conversation * 100 + block for block in range(9)]
+    request = InferenceRequest(Kind.EMBEDDING, "m", "m", 1_000, block_hashes=hashes, block_tokens=[100] * 9)
+    placement, flight = house.fleet.placements["p"], house.flights.open()
+    decision = placement.choose(request, house.state, house.now_s, Random(1), length=1)
+    assert isinstance(decision, Decision)
+    flight.reserve(request, decision, placement, placement.commit(decision, request, house.state, house.now_s))
+    address = decision.addresses[0]
+    assert house.flights.on_completion(completion(flight.request_id, address, usage=usage))
+    flight.close()
+    return address
+
+
+def test_what_was_believed_cached_is_told_beside_what_was_found() -> None:
+    """Of the same answers, in the engine's tokens: 90 % of a prompt that is twice as long as we think."""
+    house = House()
+    for usage in (Usage(2_000, 5, 0), Usage(2_000, 5, None), None, Usage(2_000, 5, 1_500)):
+        _ask(house, 1, usage)
+    page = house.metrics.page().decode()
+    assert 'pointsman_prefix_predicted_tokens_total{pool="p"} 1800.0' in page
+    assert 'pointsman_prefix_found_tokens_total{pool="p"} 1500.0' in page
+
+
+@pytest.mark.parametrize(("calibrates", "scale"), [("true", 0.5), ("false", 1.0)])
+def test_an_endpoint_that_keeps_less_than_it_reports_has_a_smaller_index(calibrates: str, scale: float) -> None:
+    """By what its answers say: of the last hundred conversations it keeps fifty. Unless that is switched off."""
+    house = House()
+    one = f"pools: [{{name: p, models: [m], calibrate_index: {calibrates}, endpoints: {{static: ['{FIRST}']}}}}]"
+    house.fleet.configure(Generation(2, parse(one)))
+    house.fleet.set_endpoints("p", [FIRST])
+    house.fleet.scraped(FIRST, EngineFigures(0, 0, kv_capacity_tokens=100_000))
+    kept: dict[int, None] = {}
+    draw = Random(1)
+    for turn in range(3_000):
+        house.now_s = 0.1 * turn
+        conversation = draw.randrange(110)
+        found = 1_800 if kept.pop(conversation, 0) is None else 0
+        kept[conversation] = None
+        while len(kept) > 50:
+            kept.pop(next(iter(kept)))
+        _ask(house, conversation, Usage(2_000, 5, found))
+    house.fleet.scraped(FIRST, EngineFigures(0, 0, kv_capacity_tokens=100_000))
+    slot = house.state.slot_of(FIRST)
+    assert house.state.index_scale[slot] == pytest.approx(scale, rel=0.2)
+    assert house.fleet.placements["p"].index.held_tokens(slot or 0) <= 1.01 * 100_000 * house.state.index_scale[slot]
+    assert house.fleet.describe()[0]["index_evidence"] == {"p": "answers" if calibrates == "true" else "none"}

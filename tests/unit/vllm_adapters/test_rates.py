@@ -90,6 +90,14 @@ def test_what_ended_is_told_once() -> None:
     assert counters.take(page(1.0, finished={"stop": 3.0}, started_at_s=2.0), 0.0).finished == {"stop": 3.0}
 
 
+def test_cached_tokens_found_since_the_last_page_are_told() -> None:
+    """Of an engine that counts them, from the second page on; a page without says nothing of them."""
+    counters = Counters()
+    pages = [5.0, 8.0, None, 9.0, 2.0]
+    told = [counters.take(EngineFigures(prefix_hits_tokens=hits), 0.0).hit_tokens for hits in pages]
+    assert told == [None, 3.0, None, 1.0, 2.0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=2, max_size=40))
 def test_rates_are_of_what_was_done(steps: list[tuple[int, bool]]) -> None:
     """Whatever an engine does and however often it restarts: no rate is negative, none above the fastest second."""

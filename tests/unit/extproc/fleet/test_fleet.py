@@ -830,7 +830,9 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "foreign": 5.0,
         "dialect": "vllm",
         "engines": [],
+        "index_scale": 1.0,
         "indexed_tokens": {"m": 300},
+        "index_evidence": {"m": "none"},
         "prefill_tokens_per_s": {"m": 25_000.0},
         "backlog_tokens": {"m": 0},
     }
