@@ -39,6 +39,7 @@ _REPORTS_PER_S = 2_000
 """Of all endpoints together: about three per cent of the decision loop."""
 _SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
 """Between two reports of one endpoint: below what plugins send by default, and below what a drain waits for us."""
+_DEAF_AFTER_S = 10.0
 _RECONNECT_MS, _SLOWEST_RECONNECT_MS = 100, 2_000
 _MOST_SOCKETS = 8_192
 
@@ -138,23 +139,30 @@ class Listener:
     # -- what is pushed
 
     async def _listen(self, port: int) -> None:
-        try:
-            socket = self._ears.subscribe(self._host, port)
-        except Exception as error:  # noqa: BLE001 - no socket left, no such host: scraping goes on
-            log.warning("cannot listen to pushes", endpoint=self._address, port=port, error=str(error))
-            return
+        while True:
+            try:
+                socket = self._ears.subscribe(self._host, port)
+            except Exception as error:  # noqa: BLE001 - no socket left, no such host: scraping goes on
+                log.warning("cannot listen to pushes", endpoint=self._address, port=port, error=str(error))
+                return
+            await self._listen_on(socket)
+
+    async def _listen_on(self, socket: zmq.asyncio.Socket) -> None:
+        """Until nothing has come for so long that the socket may be deaf, as ZMQ's are once a message was cut off."""
         self._ears.listening += 1
         try:
-            while True:
-                await self._turn(socket)
+            while await self._turn(socket):
+                pass
         finally:
             self._ears.listening -= 1
             socket.close()
 
-    async def _turn(self, socket: zmq.asyncio.Socket) -> None:
-        now_s = asyncio.get_running_loop().time
-        left_s = self._heard_at_s + SILENCE_S - now_s() if self.live else None
-        if await socket.poll(None if left_s is None else max(0, int(left_s * 1000))):
+    async def _turn(self, socket: zmq.asyncio.Socket) -> bool:
+        """One report, or the beginning of a silence. False after a long one."""
+        now_s, was_live = asyncio.get_running_loop().time, self.live
+        left_s = self._heard_at_s + SILENCE_S - now_s() if was_live else _DEAF_AFTER_S
+        something = bool(await socket.poll(max(0, int(left_s * 1000))))
+        if something:
             self._read(socket)
             if self._newest is not None:
                 self._heard_at_s, self.live = now_s(), True
@@ -163,6 +171,7 @@ class Listener:
         if self.live and now_s() - self._heard_at_s >= SILENCE_S:
             self._silent()
         await asyncio.sleep(self._ears.gap_s)
+        return something or was_live
 
     def _read(self, socket: zmq.asyncio.Socket) -> None:
         """What has come, up to a bound."""

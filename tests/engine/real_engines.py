@@ -24,6 +24,7 @@ from harness import HANG_GUARD_S, eventually
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 MODEL_SCRIPT = HERE / "make_model.py"
+PLUGIN = HERE.parents[1] / "vllm_adapters" / "stat_logger"
 START_GUARD_S = 300.0
 """Importing torch three times over on two cores takes a minute or two."""
 SIZES = {"tiny": (2, 128), "mid": (8, 512)}
@@ -81,6 +82,26 @@ def model(size: str) -> Path:
     return folder
 
 
+def plugin() -> Path:
+    """A folder with our stat-logger plugin installed in it, for the PYTHONPATH of the servers that shall have it."""
+    sources = [source.read_bytes() for source in sorted(PLUGIN.iterdir()) if source.is_file()]
+    folder = cache_folder() / f"plugin-{_digest(*sources)}"
+    with _made_once(folder) as to_make:
+        if to_make:
+            _run(
+                str(python_with_vllm()),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(folder),
+                str(PLUGIN),
+            )
+    return folder
+
+
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -117,6 +138,10 @@ class Vllm:
         if "--kv-cache-memory-bytes" not in options:
             self._command += ["--kv-cache-memory-bytes", "64M"]
         self.start()
+
+    def set(self, name: str, value: str) -> None:
+        """A variable of its environment, from its next start on."""
+        self._environment[name] = value
 
     def start(self) -> None:
         """Start (again) on the same port."""
