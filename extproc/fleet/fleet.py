@@ -471,11 +471,11 @@ class Fleet:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)
         member.figures = figures
-        if kv_peak is not None:
-            self._foresee(member, kv_peak)
         change = member.counters.take(figures, self._clock())
         if change.restarted:
             self._restarted(member)
+        if kv_peak is not None:
+            self._foresee(member, kv_peak)
         if change.closed:
             self._tell_rates(member)
         self._calibrate(member, figures, change)
@@ -558,6 +558,10 @@ class Fleet:
     def addresses(self) -> Iterator[str]:
         """Every address worth watching: listed by at least one pool."""
         return (member.address for member in self._members.values() if member.pools)
+
+    def addresses_of(self, pool: str) -> list[str]:
+        """The endpoints that a pool lists."""
+        return [member.address for member in self._members.values() if pool in member.pools]
 
     def describe(self) -> list[dict[str, Any]]:
         """Every endpoint with all its figures, for the admin API."""

@@ -66,6 +66,22 @@ MOVES = {
 }
 
 
+def test_what_an_engine_served_before_counts_as_warm_up() -> None:
+    """By its own count: it need not serve it once more. But not what its process before has served."""
+    lifecycle = Lifecycle(WARMED)
+    lifecycle.warmed_by(4)
+    lifecycle.observe(Evidence.PROBE_OK, 1.0)
+    assert lifecycle.state is READY
+    lifecycle.observe(Evidence.LOADING, 2.0)
+    lifecycle.observe(Evidence.PROBE_OK, 3.0)
+    assert (lifecycle.state, lifecycle.share) == (WARMING, 0.1)
+    lifecycle.warmed_by(3)
+    assert not lifecycle.observe(Evidence.WARMED, 4.0)
+    assert lifecycle.share == 0.75
+    lifecycle.warmed_by(4)
+    assert lifecycle.observe(Evidence.WARMED, 5.0)
+
+
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("evidence", Evidence)
 def test_one_piece_of_evidence_leads_where_the_diagram_says(state: State, evidence: Evidence) -> None:
