@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -55,6 +55,9 @@ bench-live: $(READY) ## the same order through a real Envoy: make bench-live TRA
 	@test -n "$(TRACE)" || { echo "name a trace: make bench-live TRACE=conversation_trace.jsonl"; exit 1; }
 	$(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 0.9 \
 	  --policies round-robin,least-request,llm-d-default,smg-cache-aware,default $(ARGS)
+
+bench-fidelity: $(READY) ## the simulator beside a real vLLM on CPU: make bench-fidelity [ARGS='--seeds 5']
+	PYTHONPATH=tests/engine:tests/envoy $(BIN)/python -m benchmarks.fidelity $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

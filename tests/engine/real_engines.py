@@ -108,7 +108,7 @@ def _run(*command: str) -> None:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-_SETTINGS = {
+SETTINGS = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     # two processes instead of three; no pinning, since two cores are shared by all
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
@@ -125,7 +125,7 @@ class Vllm:
         self.address = f"127.0.0.1:{port}"
         self.log = folder / f"vllm-{port}.log"
         self._environment = {
-            **os.environ, **_SETTINGS, "VLLM_CACHE_ROOT": str(folder / "cache"),
+            **os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_RPC_BASE_PATH": str(folder), **settings,
         }  # fmt: skip
         self._command = [
