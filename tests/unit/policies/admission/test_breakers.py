@@ -1,0 +1,94 @@
+"""Breakers, under a virtual clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission.breakers import Breaker, BreakerSpec, Position, Window
+
+SPEC = BreakerSpec(error_ratio=0.1, window_s=120.0, least_requests=20, open_s=180.0)
+
+
+def fed(good: int, bad: int, now_s: float = 0.0) -> Breaker:
+    """A breaker that has seen so many, the good ones first."""
+    breaker = Breaker(SPEC)
+    for _ in range(good):
+        breaker.saw(now_s, good=True)
+    for _ in range(bad):
+        breaker.saw(now_s, good=False)
+    return breaker
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "position"),
+    [(90, 10, Position.CLOSED), (80, 9, Position.OPEN), (0, 19, Position.CLOSED), (0, 20, Position.OPEN)],
+    ids=["a tenth", "more", "too few to tell", "enough"],
+)
+def test_too_many_errors_among_enough_requests_open_it(good: int, bad: int, position: Position) -> None:
+    """More than the share allowed, not just as many."""
+    assert fed(good, bad).position(0.0) is position
+
+
+def test_old_errors_are_forgotten_bit_by_bit() -> None:
+    """Those of two minutes ago count no more; those of one still do."""
+    breaker = fed(100, 9, now_s=0.0)
+    for now_s in (60.0, 60.0):
+        breaker.saw(now_s, good=False)
+    assert breaker.position(60.0) is Position.CLOSED
+    for _ in range(20):
+        breaker.saw(125.0, good=True)
+    for _ in range(2):
+        breaker.saw(125.0, good=False)
+    assert breaker.position(125.0) is Position.OPEN  # 4 of 24; over all it would have been 13 of 131
+
+
+def test_it_rests_and_then_lets_one_request_try() -> None:
+    """Nothing while it rests; then exactly one, whose outcome decides."""
+    breaker = fed(0, 20)
+    assert not breaker.admits(179.0)
+    assert breaker.retry_after_s(100.0) == 80.0
+    assert breaker.admits(180.0)
+    assert not breaker.admits(180.0)
+    assert breaker.saw(181.0, good=False)
+    assert not breaker.admits(360.0)
+    assert breaker.admits(361.0)
+    assert not breaker.saw(362.0, good=True)
+    assert breaker.position(362.0) is Position.CLOSED
+    assert breaker.trips == 2
+
+
+def test_what_began_before_it_opened_decides_nothing() -> None:
+    """Neither for nor against it; a trial that tells nothing leaves room for another."""
+    breaker = fed(0, 20)
+    breaker.saw(10.0, good=True)
+    breaker.saw(190.0, good=True)
+    assert breaker.position(190.0) is Position.HALF_OPEN
+    assert breaker.admits(190.0)
+    breaker.forgot()
+    assert breaker.admits(190.0)
+
+
+def test_after_a_good_trial_it_starts_afresh() -> None:
+    """The errors that opened it do not open it again."""
+    breaker = fed(0, 20)
+    assert breaker.admits(180.0)
+    breaker.saw(180.0, good=True)
+    assert not breaker.saw(180.0, good=False)
+    assert breaker.position(180.0) is Position.CLOSED
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=200))
+def test_a_window_holds_what_a_plain_list_would(outcomes: list[tuple[float, bool]]) -> None:
+    """But for the width of a slice."""
+    window, now_s, seen = Window(120.0), 0.0, list[tuple[float, bool]]()
+    for pause_s, good in outcomes:
+        now_s += pause_s
+        window.saw(now_s, good=good)
+        seen.append((now_s, good))
+        bad, total = window.counts(now_s)
+        recent = [one for at_s, one in seen if at_s > now_s - 110.0]
+        reaching = [one for at_s, one in seen if at_s > now_s - 120.0]
+        assert len(recent) <= total <= len(reaching)
+        assert recent.count(False) <= bad <= reaching.count(False)
