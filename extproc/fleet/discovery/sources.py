@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from extproc.config.schema import Pool
-from extproc.fleet.discovery.dns import follow_dns
 from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, as_discovered, parse_endpoints
 from extproc.fleet.discovery.files import follow_parsed
-from extproc.fleet.discovery.kubernetes import follow_kubernetes
 from extproc.fleet.discovery.sink import DiscoveryEvents, Sink
 
 
@@ -55,8 +53,13 @@ class Discovery:
         if endpoints.file is not None:
             await follow_endpoints_file(endpoints.file, sink)
         elif endpoints.dns is not None:
+            # here, since its library takes a quarter of a second to import, which few need
+            from extproc.fleet.discovery.dns import follow_dns
+
             await follow_dns(endpoints.dns, sink)
         elif endpoints.kubernetes is not None:
+            from extproc.fleet.discovery.kubernetes import follow_kubernetes
+
             await follow_kubernetes(endpoints.kubernetes, sink)
 
 
