@@ -39,7 +39,11 @@ class Publisher:
         for option, value in ((zmq.SNDHWM, _MOST_UNSENT), (zmq.LINGER, 0), (zmq.IPV6, 1)):
             socket.setsockopt(option, value)
         assert self.settings.address is not None  # noqa: S101 - who calls has looked
-        self.port = bind(socket, self.settings.address)
+        try:
+            self.port = bind(socket, self.settings.address)
+        except zmq.ZMQError:
+            socket.context.destroy(linger=0)
+            raise
         # A fork while this thread is within ZMQ would leave the child with locks that nobody ever gives back.
         os.register_at_fork(
             before=self._sending.acquire,
@@ -81,7 +85,8 @@ def bind(socket: zmq.Socket[bytes], address: str) -> int:
     if not address.startswith("tcp://") or not port.isdigit():
         socket.bind(address)
         return 0
-    for number in range(int(port), int(port) + PORTS_TRIED):
+    first = int(port)
+    for number in range(first, first + PORTS_TRIED) if first else ():
         try:
             socket.bind(f"{base}:{number}")
         except zmq.ZMQError as error:
