@@ -236,6 +236,7 @@ def sim(
     max_model_len: Annotated[int, typer.Option(help="context window in tokens")] = 131_072,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 256,
     record: Annotated[int, typer.Option(help="how many requests /sim/requests remembers")] = 0,
+    metrics: Annotated[str, typer.Option(help="whose names metrics have: vllm, sglang, triton-trtllm")] = "vllm",
 ) -> None:
     """Run simulated vLLM engines: the HTTP surface and the timing of real ones, without a GPU."""
     from vllm_adapters.simulator.options import SimOptions
@@ -254,6 +255,7 @@ def sim(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             record=record,
+            metrics=metrics,
         )
         asyncio.run(_until_stopped(serve_engines(options, typer.echo)))
     except (ValueError, OSError) as error:

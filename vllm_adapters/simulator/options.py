@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_adapters.simulator.engine import BLOCK_SIZE_TOKENS, MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Engine
+from vllm_adapters.simulator.exposition import DIALECTS
 from vllm_adapters.simulator.hardware import H100_8B, HARDWARE, Hardware
 
 
@@ -15,6 +16,7 @@ class SimOptions:
     `models`: names served, the first is the model's own. `speed`: how much faster than the hardware time passes.
     `kv_capacity_tokens`: None for what the hardware has. `record`: how many requests `/sim/requests` remembers.
     `max_batched_tokens`: of a step. `measured`: step times to use instead of those of the hardware named.
+    `metrics`: of which engine they have the names.
     """
 
     host: str = "127.0.0.1"
@@ -30,10 +32,13 @@ class SimOptions:
     record: int = 0
     max_batched_tokens: int = MAX_BATCHED_TOKENS
     measured: Hardware | None = None
+    metrics: str = "vllm"
 
     def __post_init__(self) -> None:
         if self.hardware not in HARDWARE:
             raise ValueError(f"hardware must be one of {', '.join(HARDWARE)}, not {self.hardware!r}")
+        if self.metrics not in DIALECTS:
+            raise ValueError(f"metrics must be those of {', '.join(DIALECTS)}, not {self.metrics!r}")
         if not self.models or self.count < 1 or self.block_size < 1 or self.max_num_seqs < 1 or self.record < 0:
             raise ValueError("models, count, block_size and max_num_seqs must be at least 1, record at least 0")
         if not self.speed > 0:

@@ -1,7 +1,7 @@
 """A simulated vLLM on a socket: the engine model behind vLLM's HTTP surface, with faults on demand.
 
 For tests, demos and benchmarks of the router; the text it answers with is nonsense by design. What vLLM does not
-have stands under `/sim`: `POST /sim/faults`, `POST /sim/release`, `GET /sim/state`, `GET /sim/requests`.
+have stands under `/sim`: `POST` to `/sim/faults`, `/sim/release`, `/sim/abort`; `GET` of `/sim/state`, `/sim/requests`.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ class SimulatedServer:
             app.router.add_get(path, handler)
         app.router.add_post("/sim/faults", self._change_faults)
         app.router.add_post("/sim/release", self._release)
+        app.router.add_post("/sim/abort", self._abort)
         app.on_response_prepare.append(_sign)
         return app
 
@@ -232,7 +233,7 @@ class SimulatedServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         if self.faults.metrics_status is not None:
             return web.Response(status=self.faults.metrics_status)
-        page = exposition.render(self.engine, self.books, self.options.models[0])
+        page = exposition.render(self.engine, self.books, self.options.models[0], self.options.metrics)
         return web.Response(body=page.encode(), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     # -- control
@@ -246,6 +247,11 @@ class SimulatedServer:
 
     async def _release(self, _: web.Request) -> web.Response:
         self.release()
+        return web.json_response({})
+
+    async def _abort(self, _: web.Request) -> web.Response:
+        """As vLLM's `/pause?mode=abort`, and on at once: what runs ends with a 200 and finish_reason "abort"."""
+        self._paced.cancel_all()
         return web.json_response({})
 
     async def _state(self, _: web.Request) -> web.Response:
