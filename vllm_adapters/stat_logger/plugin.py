@@ -40,7 +40,7 @@ class PointsmanStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is not i
         """One step was done."""
         publisher = self._publisher
         if publisher is not None:
-            publisher.accumulator.fold(engine_idx, scheduler_stats, iteration_stats)
+            publisher.accumulator.step(engine_idx, scheduler_stats, iteration_stats)
             publisher.notice()
 
     def log_engine_initialized(self) -> None:

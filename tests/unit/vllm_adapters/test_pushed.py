@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_adapters.metrics import EngineLoad
 from vllm_adapters.pushed import LARGEST_MESSAGE_BYTES, NotPushed, Pushed, parse_pushed
-from vllm_adapters.stat_logger.accumulator import LONGEST_NAME, MOST_ADAPTERS, MOST_LISTED, Accumulator
+from vllm_adapters.stat_logger.accumulator import LONGEST_NAME, MOST_ADAPTERS, MOST_LISTED, MOST_STEPS, Accumulator
 from vllm_adapters.stat_logger.wire import Engine, encode
 
 
@@ -65,7 +65,7 @@ def test_a_step_arrives_as_a_scrape_would_tell_it(accumulator: Accumulator) -> N
         num_running_reqs=2, num_waiting_reqs=3, num_skipped_waiting_reqs=1, kv_cache_usage=0.5,
         prefix_cache_stats=SimpleNamespace(queries=700, hits=64),
     )  # fmt: skip
-    accumulator.fold(0, stats, iteration(num_generation_tokens=2, num_prompt_tokens=700, num_preempted_reqs=1))
+    accumulator.step(0, stats, iteration(num_generation_tokens=2, num_prompt_tokens=700, num_preempted_reqs=1))
     figures = sent(accumulator).figures
     assert (figures.running, figures.waiting, figures.kv_used) == (2, 4, 0.5)
     assert (figures.prefix_queries_tokens, figures.prefix_hits_tokens) == (700, 64)
@@ -77,7 +77,7 @@ def test_a_step_arrives_as_a_scrape_would_tell_it(accumulator: Accumulator) -> N
 
 def test_levels_and_counters_stand_in_every_message(accumulator: Accumulator) -> None:
     """A lost message loses none of them."""
-    accumulator.fold(0, scheduler(num_running_reqs=7, prefix_cache_stats=SimpleNamespace(queries=9, hits=1)), None)
+    accumulator.step(0, scheduler(num_running_reqs=7, prefix_cache_stats=SimpleNamespace(queries=9, hits=1)), None)
     accumulator.take()
     second = sent(accumulator)
     assert (second.seq, second.figures.running, second.figures.prefix_queries_tokens) == (2, 7, 9)
@@ -85,7 +85,7 @@ def test_levels_and_counters_stand_in_every_message(accumulator: Accumulator) ->
 
 def test_what_happened_stands_in_one_message(accumulator: Accumulator) -> None:
     """First tokens and ended requests once, their totals always."""
-    accumulator.fold(
+    accumulator.step(
         0, scheduler(), iteration(time_to_first_tokens_iter=[0.1, 0.2], finished_requests=[finished()])
     )  # fmt: skip
     first, second = sent(accumulator), sent(accumulator)
@@ -102,7 +102,7 @@ def test_what_happened_stands_in_one_message(accumulator: Accumulator) -> None:
 def test_the_highest_kv_usage_since_the_message_before_is_told(accumulator: Accumulator) -> None:
     """A peak between two messages is not lost; the next begins at the present usage."""
     for usage in (0.25, 0.75, 0.5):
-        accumulator.fold(0, scheduler(kv_cache_usage=usage), None)
+        accumulator.step(0, scheduler(kv_cache_usage=usage), None)
     first, second = sent(accumulator), sent(accumulator)
     assert (first.figures.kv_used, first.kv_peak) == (0.5, 0.75)
     assert second.kv_peak == 0.5
@@ -113,8 +113,8 @@ def test_engines_behind_one_address_are_folded_as_on_a_page() -> None:
     accumulator = Accumulator("a1")
     for index in (1, 0):
         accumulator.add_engine(Engine(index=index, kv_capacity_tokens=1_000, max_num_seqs=8))
-    accumulator.fold(0, scheduler(num_running_reqs=1, kv_cache_usage=0.25), iteration())
-    accumulator.fold(1, scheduler(num_running_reqs=2, num_waiting_reqs=5, kv_cache_usage=0.75), iteration())
+    accumulator.step(0, scheduler(num_running_reqs=1, kv_cache_usage=0.25), iteration())
+    accumulator.step(1, scheduler(num_running_reqs=2, num_waiting_reqs=5, kv_cache_usage=0.75), iteration())
     pushed = sent(accumulator)
     figures = pushed.figures
     assert (figures.running, figures.waiting, figures.kv_used, figures.kv_capacity_tokens) == (3, 5, 0.5, 2_000)
@@ -127,10 +127,10 @@ def test_adapters_are_those_with_requests() -> None:
     accumulator = Accumulator("a1")
     accumulator.add_engine(Engine(index=0, max_loras=2))
     both = {"running_lora_adapters": {"a": 1, "b": 0}, "waiting_lora_adapters": {"a": 0, "b": 3}}
-    accumulator.fold(0, scheduler(**both), None)
+    accumulator.step(0, scheduler(**both), None)
     figures = sent(accumulator).figures
     assert (figures.max_adapters, figures.running_adapters, figures.waiting_adapters) == (2, {"a"}, {"b"})
-    accumulator.fold(0, scheduler(), None)
+    accumulator.step(0, scheduler(), None)
     assert sent(accumulator).figures.running_adapters == frozenset()
 
 
@@ -158,7 +158,7 @@ def test_what_vllm_no_longer_tells_disturbs_nothing(accumulator: Accumulator, mi
     """The figure stays as it was, the others come, and the trouble is counted."""
     stats = scheduler(num_waiting_reqs=2)
     delattr(stats, missing)
-    accumulator.fold(0, stats, iteration(time_to_first_tokens_iter=[0.5]))
+    accumulator.step(0, stats, iteration(time_to_first_tokens_iter=[0.5]))
     pushed = sent(accumulator)
     assert pushed.troubles == 1
     assert pushed.first_tokens == 1
@@ -167,9 +167,17 @@ def test_what_vllm_no_longer_tells_disturbs_nothing(accumulator: Accumulator, mi
 @pytest.mark.parametrize("wrong", [None, "many", object(), float("nan")])
 def test_what_vllm_tells_otherwise_disturbs_nothing(accumulator: Accumulator, wrong: object) -> None:
     """Neither in the scheduler's stats nor in the iteration's."""
-    accumulator.fold(0, scheduler(num_running_reqs=wrong), iteration(finished_requests=wrong))
-    accumulator.fold(0, scheduler(), iteration(finished_requests=[finished(num_prompt_tokens=wrong)]))
+    accumulator.step(0, scheduler(num_running_reqs=wrong), iteration(finished_requests=wrong))
+    accumulator.step(0, scheduler(), iteration(finished_requests=[finished(num_prompt_tokens=wrong)]))
     assert accumulator.take().troubles == 3
+
+
+def test_steps_that_nobody_takes_are_bounded_and_not_lost(accumulator: Accumulator) -> None:
+    """Where the publisher's thread gets no turn, they are folded as they come."""
+    for _ in range(3 * MOST_STEPS):
+        accumulator.step(0, scheduler(), iteration(num_generation_tokens=1))
+        assert len(accumulator._steps) <= MOST_STEPS
+    assert sent(accumulator).figures.progress == 3 * MOST_STEPS
 
 
 def test_one_message_is_bounded(accumulator: Accumulator) -> None:
@@ -177,7 +185,7 @@ def test_one_message_is_bounded(accumulator: Accumulator) -> None:
     adapters = {f"{number}" * LONGEST_NAME: 1 for number in range(10, 1_000)}
     many = [finished(request_id="\u20ac" * 10_000) for _ in range(10_000)]
     stats = scheduler(running_lora_adapters=adapters, waiting_lora_adapters=adapters)
-    accumulator.fold(0, stats, iteration(time_to_first_tokens_iter=[0.1] * 10_000, finished_requests=many))
+    accumulator.step(0, stats, iteration(time_to_first_tokens_iter=[0.1] * 10_000, finished_requests=many))
     data = encode(accumulator.take())
     assert len(data) <= LARGEST_MESSAGE_BYTES
     pushed = parse_pushed(data)
@@ -188,7 +196,7 @@ def test_one_message_is_bounded(accumulator: Accumulator) -> None:
 
 def test_memory_of_the_largest_request_is_told_where_it_is_known(accumulator: Accumulator) -> None:
     """Tokens always, bytes if the engine's memory is configured."""
-    accumulator.fold(0, scheduler(), iteration(finished_requests=[finished()]))
+    accumulator.step(0, scheduler(), iteration(finished_requests=[finished()]))
     message = accumulator.take()
     assert parse_pushed(encode(message)).largest_request_bytes is None
     message.kv_bytes_per_token = 1024.0
@@ -251,7 +259,7 @@ def test_a_message_that_was_tampered_with_is_one_or_not(data: st.DataObject) -> 
     """One byte is another; nothing but NotPushed is raised."""
     accumulator = Accumulator("a1")
     accumulator.add_engine(Engine(index=0, max_loras=1))
-    accumulator.fold(0, scheduler(running_lora_adapters={"a": 1}), iteration(finished_requests=[finished()]))
+    accumulator.step(0, scheduler(running_lora_adapters={"a": 1}), iteration(finished_requests=[finished()]))
     message = bytearray(encode(accumulator.take()))
     message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(NotPushed):
