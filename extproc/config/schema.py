@@ -482,6 +482,7 @@ class Scrape(Model):
     timeout_ms: Positive = 1_000
     backoff_max_ms: Positive = 5_000
     stale_after_intervals: float = Field(3, gt=0)
+    pushes: bool = Field(True, description="listen to engines that push their figures; false reads /metrics alone")
     kv_alarm: float = Field(0.75, gt=0, le=1, description="share of an engine's KV cache in use that raises an alarm")
 
 

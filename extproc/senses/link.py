@@ -233,4 +233,5 @@ def pace_of(config: Config) -> Pace:
         probe_interval_ms=probe.interval_ms,
         probe_timeout_ms=probe.timeout_ms,
         trial_timeout_ms=probe.trial_timeout_ms,
+        pushes=scrape.pushes,
     )

@@ -40,6 +40,7 @@ class Pace(msgspec.Struct, frozen=True):
     probe_interval_ms: int
     probe_timeout_ms: int
     trial_timeout_ms: int
+    pushes: bool = True
 
 
 class Watch(_Message, frozen=True):

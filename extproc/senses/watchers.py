@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import aiohttp
 import structlog
@@ -193,7 +194,7 @@ class Watcher:
         self._scrape_now.clear()
         figures = await self._scrape()
         if figures is not None:
-            self._listener.told(figures)
+            self._listener.told(figures if self.pace.pushes else replace(figures, stats_port=None))
         # A page is a moment old, and pushes may overtake it: of what counts up, the two must not alternate.
         self._report(Scraped(self._address, figures, spare=self._listener.live))
         self._failed_scrapes = 0 if figures is not None else self._failed_scrapes + 1
