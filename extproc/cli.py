@@ -237,6 +237,7 @@ def sim(
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 256,
     record: Annotated[int, typer.Option(help="how many requests /sim/requests remembers")] = 0,
     metrics: Annotated[str, typer.Option(help="whose names metrics have: vllm, sglang, triton-trtllm")] = "vllm",
+    stats_port: Annotated[int | None, typer.Option(help="push figures as our vLLM plugin does; 0: on any port")] = None,
 ) -> None:
     """Run simulated vLLM engines: the HTTP surface and the timing of real ones, without a GPU."""
     from vllm_adapters.simulator.options import SimOptions
@@ -256,6 +257,7 @@ def sim(
             max_num_seqs=max_num_seqs,
             record=record,
             metrics=metrics,
+            stats_port=stats_port,
         )
         asyncio.run(_until_stopped(serve_engines(options, typer.echo)))
     except (ValueError, OSError) as error:

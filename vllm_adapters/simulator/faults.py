@@ -23,7 +23,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     it). `hold`: generate so many tokens, then keep the answer open until `POST /sim/release`. `gzip`: compress the
     answer, a stream event by event, for who accepts that (vLLM never does; what runs in front of it may).
     Only for the server: `refuse_s`: close its socket and its idle connections for so long, once;
-    `metrics_status`: what `/metrics` answers.
+    `metrics_status`: what `/metrics` answers; `silent_pushes`: nothing is pushed.
     """
 
     status: _Status | None = None
@@ -35,6 +35,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gzip: bool = False
     refuse_s: _Seconds = 0.0
     metrics_status: _Status | None = None
+    silent_pushes: bool = False
 
 
 NONE = Faults()

@@ -16,7 +16,8 @@ class SimOptions:
     `models`: names served, the first is the model's own. `speed`: how much faster than the hardware time passes.
     `kv_capacity_tokens`: None for what the hardware has. `record`: how many requests `/sim/requests` remembers.
     `max_batched_tokens`: of a step. `measured`: step times to use instead of those of the hardware named.
-    `metrics`: of which engine they have the names.
+    `metrics`: of which engine they have the names. `stats_port`: they push their figures, the first one there, the
+    others on the next ports (0: on any).
     """
 
     host: str = "127.0.0.1"
@@ -33,6 +34,7 @@ class SimOptions:
     max_batched_tokens: int = MAX_BATCHED_TOKENS
     measured: Hardware | None = None
     metrics: str = "vllm"
+    stats_port: int | None = None
 
     def __post_init__(self) -> None:
         if self.hardware not in HARDWARE:

@@ -27,6 +27,7 @@ from vllm_adapters.simulator.faults import Faults
 from vllm_adapters.simulator.options import SimOptions
 from vllm_adapters.simulator.pacing import PacedEngine, Ticket
 from vllm_adapters.simulator.pooling import ANSWERERS, Posted
+from vllm_adapters.simulator.pushing import Pusher
 from vllm_adapters.simulator.text import TOKEN_BYTES, block_hashes
 
 VERSION = "0.32.0"  # of the vLLM whose surface this is
@@ -70,6 +71,8 @@ class SimulatedServer:
         self._outage: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
+        self._pusher: Pusher | None = None
+        self._stats_port = None if options.stats_port is None else options.stats_port and options.stats_port + index
 
     @property
     def address(self) -> str:
@@ -101,12 +104,18 @@ class SimulatedServer:
         await self._runner.setup()
         await self._listen()
         self._spawn(self._paced.run())
+        if self._stats_port is not None:
+            address = f"tcp://{self.options.host}:{self._stats_port}"
+            self._pusher = Pusher(address, self.engine, self.books, lambda: self.port)
+            self._spawn(self._pusher.run())
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """As vLLM on SIGTERM: running requests end at once with finish_reason "abort"; or get `drain_s` to finish.
 
-        While draining new requests are answered 500 and everything else goes on.
+        While draining new requests are answered 500 and everything else goes on. One that pushes says so first.
         """
+        if self._pusher is not None:
+            await self._pusher.drain()
         self._draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
@@ -130,6 +139,9 @@ class SimulatedServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pusher is not None:
+            self._pusher.close()
+            self._pusher = None
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -160,6 +172,8 @@ class SimulatedServer:
     def set_faults(self, shown: Faults) -> None:
         """Show these faults from now on. What was frozen or refused goes on when they no longer say so."""
         self.faults = shown
+        if self._pusher is not None:
+            self._pusher.silent = shown.silent_pushes
         if shown.freeze:
             self._paced.moving.clear()
         else:
@@ -234,6 +248,8 @@ class SimulatedServer:
         if self.faults.metrics_status is not None:
             return web.Response(status=self.faults.metrics_status)
         page = exposition.render(self.engine, self.books, self.options.models[0], self.options.metrics)
+        if self._pusher is not None:
+            page += self._pusher.exposition
         return web.Response(body=page.encode(), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     # -- control
