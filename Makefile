@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -58,6 +58,9 @@ bench-live: $(READY) ## the same order through a real Envoy: make bench-live TRA
 
 bench-fidelity: $(READY) ## the simulator beside a real vLLM on CPU: make bench-fidelity [ARGS='--seeds 5']
 	PYTHONPATH=tests/engine:tests/envoy $(BIN)/python -m benchmarks.fidelity $(ARGS)
+
+bench-view: $(READY) ## how late figures are, pushed and scraped, from a real vLLM on CPU: make bench-view [ARGS='--changes 300']
+	PYTHONPATH=tests/engine:tests/envoy $(BIN)/python -m benchmarks.view_age $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
