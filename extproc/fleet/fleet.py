@@ -467,7 +467,7 @@ class Fleet:
             state.max_adapters[slot] = figures.max_adapters
             state.running_adapters.put(slot, figures.running_adapters)
             state.waiting_adapters.put(slot, figures.waiting_adapters)
-        if figures.kv_capacity_tokens:
+        if figures.kv_capacity_tokens and figures.kv_capacity_tokens != member.capacity_tokens:
             member.capacity_tokens = figures.kv_capacity_tokens
             self._apply_capacity(member)
         member.figures = figures

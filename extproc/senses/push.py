@@ -35,10 +35,12 @@ SILENCE_S = 3 * HEARTBEAT_S
 """Three heartbeats missed."""
 _MOST_UNREAD = 64
 _MOST_PER_TURN = 64
-_REPORTS_PER_S = 2_000
-"""Of all endpoints together: about three per cent of the decision loop."""
+_REPORTS_PER_S = 500
+"""Of all endpoints together: each costs the decision loop about a tenth of a millisecond, as a scrape does."""
 _SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
-"""Between two reports of one endpoint: below what plugins send by default, and below what a drain waits for us."""
+"""Between two reports of one endpoint: at first below what plugins send by default, at last what a scrape's interval is
+by default, and below what a drain waits for us.
+"""
 _DEAF_AFTER_S = 10.0
 _RECONNECT_MS, _SLOWEST_RECONNECT_MS = 100, 2_000
 _MOST_SOCKETS = 8_192
