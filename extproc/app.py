@@ -42,7 +42,7 @@ from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
-from extproc.senses.messages import Target
+from extproc.senses.targets import targets_of
 from extproc.wire.access_log import AccessLog
 from extproc.wire.grpc_server import (
     ACCESS_LOG,
@@ -174,9 +174,7 @@ class App:
     def _watch(self) -> None:
         """Have the senses watch what is listed now."""
         fleet = self.fleet
-        self._senses.watch(
-            [Target(address, fleet.assumed_by_grpc(address) is not None) for address in fleet.addresses()]
-        )
+        self._senses.watch(targets_of(fleet, self.generation.config.scrape.dcgm))
 
     # -- generations
 

@@ -61,6 +61,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("remote", np.bool_, False),
     ("max_adapters", np.float64, 0),
     ("index_scale", np.float64, 1),
+    ("gpu_used", np.float64, np.nan),
+    ("gpu_memory_used", np.float64, np.nan),
 )
 _KEPT_ON_REUSE = ("generation",)
 
@@ -133,6 +135,7 @@ class FleetState:
     the difference of ours (see `scraped`).
     `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
     runs at most so many at once; 0 while it has not said. `index_scale`: of the cache it reports, what its index holds.
+    `gpu_used`, `gpu_memory_used`: 0..1, of the engine's GPUs; not a number where nobody tells.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
     `has_metrics`: false for an engine that has none to scrape.
@@ -176,6 +179,8 @@ class FleetState:
     remote: npt.NDArray[np.bool_]
     max_adapters: npt.NDArray[np.float64]
     index_scale: npt.NDArray[np.float64]
+    gpu_used: npt.NDArray[np.float64]
+    gpu_memory_used: npt.NDArray[np.float64]
 
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s
@@ -338,5 +343,6 @@ class FleetState:
         return "push" if self.silence_s[slot] else "scrape"
 
     def snapshot(self, slot: int) -> dict[str, Any]:
-        """Every figure of one slot that means something outside, as plain Python values, for the admin API."""
-        return {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES if name not in _INTERNAL}
+        """Every figure of one slot that means something outside, as plain values, for the admin API; None: unknown."""
+        figures = {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES if name not in _INTERNAL}
+        return {name: None if figure != figure else figure for name, figure in figures.items()}

@@ -252,6 +252,9 @@ class Kubernetes(Model):
         return self
 
 
+GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+
+
 class Endpoint(Model):
     """One endpoint and what policies may go by. `cost` in any unit, as long as it is the same for all."""
 
@@ -259,6 +262,7 @@ class Endpoint(Model):
     weight: float = Field(1.0, gt=0, le=1e6, description="for weighted turns")
     zone: Name | None = Field(None, description="where it runs; see the top level's `zone`")
     cost: float = Field(0.0, ge=0, le=1e12, description="for `least-cost`")
+    gpus: tuple[GpuName, ...] = Field((), description="its own on its host, by index or UUID; see `scrape.dcgm`")
 
     _address = field_validator("address")(check_address)
 
@@ -303,6 +307,12 @@ class Pool(Model):
     protocol: Literal["http", "grpc"] = Field("http", description="what the engines speak, always in plaintext")
     retry_500: bool = Field(True, description="a 500 before any byte of the answer: vLLM's while it shuts down")
     kv_capacity_tokens: Positive = Field(131_072, description="KV cache size until the engine reports its own")
+    metrics_path: Annotated[str, StringConstraints(pattern=r"^/[^\s?#]*$")] = Field(
+        "/metrics", description="of the engines; trtllm-serve's is /prometheus/metrics"
+    )
+    metrics_port: Annotated[int, Field(gt=0, le=_LAST_PORT)] | None = Field(
+        None, description="none: the endpoint's own; Triton's is 8002"
+    )
     calibrate_index: bool = Field(
         True, description="believe in less cache than an engine reports where it keeps less of what was promised"
     )
@@ -475,6 +485,13 @@ class Retries(Model):
     statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503)
 
 
+class Dcgm(Model):
+    """NVIDIA's DCGM exporter on every endpoint's host."""
+
+    port: Annotated[int, Field(gt=0, le=_LAST_PORT)] = 9400
+    interval_ms: Positive = Field(1_000, description="between two reads; an exporter measures every 30 s by default")
+
+
 class Scrape(Model):
     """Reading /metrics from every endpoint."""
 
@@ -484,6 +501,7 @@ class Scrape(Model):
     stale_after_intervals: float = Field(3, gt=0)
     pushes: bool = Field(True, description="listen to engines that push their figures; false reads /metrics alone")
     kv_alarm: float = Field(0.75, gt=0, le=1, description="share of an engine's KV cache in use that raises an alarm")
+    dcgm: Dcgm | None = Field(None, description="none unless asked for; `{}` asks for it")
 
 
 class Probe(Model):

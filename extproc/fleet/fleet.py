@@ -33,6 +33,7 @@ from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
 from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
+from vllm_adapters.dcgm import GpuLoad
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
 from vllm_adapters.pushed import HEARTBEAT_S, Pushed
@@ -47,6 +48,7 @@ _FAILURE_COUNTS_AS_S = 10.0
 _ERROR_WEIGHT = 0.1
 """Weight of the newest outcome in an endpoint's error EWMA: the last ten or so requests count."""
 
+_METRICS_PATH = "/metrics"
 _OPERATOR = "operator"
 _ENGINE = "engine"
 _SILENCE_S = 3 * HEARTBEAT_S
@@ -78,8 +80,8 @@ class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
     __slots__ = (
-        "address", "capacity_tokens", "counters", "drained_by", "figures", "forecast", "known_in", "leaving",
-        "lifecycle", "pools", "progress", "progress_at_s", "pushed", "slot", "stepped_at_s", "zone",
+        "address", "capacity_tokens", "counters", "drained_by", "figures", "forecast", "gpus", "known_in",
+        "leaving", "lifecycle", "pools", "progress", "progress_at_s", "pushed", "slot", "stepped_at_s", "zone",
     )  # fmt: skip
 
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
@@ -95,6 +97,7 @@ class _Member:
         self.progress_at_s = -math.inf
         self.stepped_at_s = -math.inf  # when progress was last seen to grow
         self.zone: str | None = None
+        self.gpus: tuple[str, ...] = ()  # its own on its host
         self.counters = Counters()
         self.figures: EngineFigures | None = None  # as last scraped or pushed
         self.pushed: Pushed | None = None  # while it pushes
@@ -220,7 +223,7 @@ class Fleet:
         member = self._members.get(endpoint.address)
         if member is not None:
             self.state.weight[member.slot], self.state.cost[member.slot] = endpoint.weight, endpoint.cost
-            member.zone = endpoint.zone
+            member.zone, member.gpus = endpoint.zone, endpoint.gpus
             self._apply_zone(member)
 
     def _apply_zone(self, member: _Member) -> None:
@@ -427,6 +430,14 @@ class Fleet:
         if member is not None:
             self._take_figures(member, figures, figures.kv_used)
 
+    def exported(self, address: str, gpus: GpuLoad | None) -> None:
+        """An endpoint's host told of its GPUs, or no more."""
+        slot = self.state.slot_of(address)
+        if slot is not None:
+            memory_used = None if gpus is None else gpus.memory_used
+            self.state.gpu_used[slot] = math.nan if gpus is None else gpus.used
+            self.state.gpu_memory_used[slot] = math.nan if memory_used is None else memory_used
+
     def pushed(self, address: str, pushed: Pushed) -> None:
         """An endpoint's plugin told how it is."""
         member = self._members.get(address)
@@ -562,6 +573,16 @@ class Fleet:
     def addresses_of(self, pool: str) -> list[str]:
         """The endpoints that a pool lists."""
         return [member.address for member in self._members.values() if pool in member.pools]
+
+    def metrics_of(self, address: str) -> tuple[int | None, str]:
+        """Port (None: its own) and path of an endpoint's metrics; by the first of its pools that says otherwise."""
+        pools = [self._pools[name] for name in sorted(self._members[address].pools)]
+        path = next((pool.metrics_path for pool in pools if pool.metrics_path != _METRICS_PATH), _METRICS_PATH)
+        return next((pool.metrics_port for pool in pools if pool.metrics_port is not None), None), path
+
+    def gpus_of(self, address: str) -> tuple[str, ...]:
+        """Which of its host's GPUs are the endpoint's own; none: all."""
+        return self._members[address].gpus
 
     def describe(self) -> list[dict[str, Any]]:
         """Every endpoint with all its figures, for the admin API."""

@@ -91,6 +91,7 @@ class Metrics:
         )
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
         self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
+        self._exports = self._counter("gpu_reads", "Reads of a host's DCGM exporter", "result")
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
         self._senses_up = self._gauge("senses_up", "1 while the process that watches the engines can be heard")
         self._senses_losses = self._counter("senses_losses", "Times it fell or hung, and was started again")
@@ -288,6 +289,10 @@ class Metrics:
         """A scrape was tried."""
         self._child(self._scrapes, _result(ok=ok)).inc()
 
+    def exported(self, *, ok: bool) -> None:
+        """A host was asked for its GPUs."""
+        self._child(self._exports, _result(ok=ok)).inc()
+
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
         self._child(self._probes, _result(ok=ok)).inc()
@@ -347,6 +352,8 @@ _ENDPOINT_GAUGES = (
     ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
     ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
     ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, of late"),
+    ("endpoint_gpu_used_ratio", "gpu_used", "Its GPUs' time at work, by the DCGM exporter"),
+    ("endpoint_gpu_memory_used_ratio", "gpu_memory_used", "Its GPUs' memory in use, by the DCGM exporter"),
     ("prefix_index_scale", "index_scale", "Size of its prefix index, as a share of the cache it reports"),
     ("endpoint_generation_tokens_per_second", "generated_tokens_per_s", "Tokens generated, by the engine's count"),
     ("endpoint_prompt_tokens_per_second", "prefilled_tokens_per_s", "Prompt tokens taken in, by the engine's count"),
@@ -367,7 +374,8 @@ class _StateCollector(Collector):
         slots = [(slot, address) for slot, address in enumerate(self._state.addresses) if address is not None]
         for name, column, text in _ENDPOINT_GAUGES:
             figures = getattr(self._state, column)
-            yield _gauge(name, text, ("endpoint",), [((address,), float(figures[slot])) for slot, address in slots])
+            known = [(slot, address) for slot, address in slots if figures[slot] == figures[slot]]  # else not a number
+            yield _gauge(name, text, ("endpoint",), [((address,), float(figures[slot])) for slot, address in known])
         yield self._states(slots)
         yield from self._staleness(slots)
         yield from self._stream_counts()

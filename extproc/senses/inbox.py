@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from extproc.fleet.fleet import Fleet
-from extproc.senses.messages import FellSilent, FromSenses, Heard, Probed, Scraped, Tried, Try
+from extproc.senses.messages import Exported, FellSilent, FromSenses, Heard, Probed, Scraped, Tried, Try
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing, trial_passed
 
@@ -24,6 +24,9 @@ _TRIAL_GRACE_S = 5.0
 
 class SensesEvents(Protocol):
     """Who counts scrapes, probes and trials."""
+
+    def exported(self, *, ok: bool) -> None:
+        """A host was asked for its GPUs."""
 
     def scraped(self, *, ok: bool) -> None:
         """A scrape was tried."""
@@ -65,6 +68,9 @@ class Inbox:
         """Pass one message on."""
         if isinstance(message, Scraped):
             self._scraped(message)
+        elif isinstance(message, Exported):
+            self._events.exported(ok=message.gpus is not None)
+            self._fleet.exported(message.address, message.gpus)
         elif isinstance(message, Heard):
             self._heard(message)
         elif isinstance(message, FellSilent):

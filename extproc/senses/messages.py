@@ -12,6 +12,7 @@ from typing import TypeAlias
 import msgspec
 
 from policies.lifecycle import Evidence
+from vllm_adapters.dcgm import GpuLoad
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
 from vllm_adapters.pushed import Pushed
@@ -25,10 +26,18 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One endpoint to watch. `grpc`: it speaks gRPC, and has neither metrics nor a list of models."""
+    """One endpoint to watch. `grpc`: it speaks gRPC, and has neither metrics nor a list of models.
+
+    `metrics`: where its metrics are, as `host:port/path`. `exporter`: where its host tells of GPUs, `gpus` which of
+    them are its own (none: all), and `exporter_ms` how often it is asked.
+    """
 
     address: str
     grpc: bool = False
+    metrics: str = ""
+    exporter: str = ""
+    exporter_ms: int = 1_000
+    gpus: tuple[str, ...] = ()
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -122,6 +131,13 @@ class Scraped(_Message, frozen=True):
     spare: bool = False
 
 
+class Exported(_Message, frozen=True):
+    """An endpoint's host told of its GPUs; or did not, without `gpus`."""
+
+    address: str
+    gpus: GpuLoad | None = None
+
+
 class Heard(_Message, frozen=True):
     """Messages came from an endpoint's plugin. `pushed`: the newest, with what happened in all that were taken.
 
@@ -180,7 +196,7 @@ class Indexed(_Message, frozen=True):
 
 
 ToSenses: TypeAlias = Watch | ProbeNow | Try | Index | Match
-FromSenses: TypeAlias = Alive | Scraped | Heard | FellSilent | Probed | Tried | Matched | Indexed
+FromSenses: TypeAlias = Alive | Scraped | Exported | Heard | FellSilent | Probed | Tried | Matched | Indexed
 
 encode_body = msgspec.msgpack.Encoder().encode
 to_senses = msgspec.msgpack.Decoder(ToSenses).decode

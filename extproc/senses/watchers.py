@@ -16,9 +16,10 @@ from dataclasses import replace
 import aiohttp
 import structlog
 
-from extproc.senses.messages import FellSilent, Heard, Pace, Probed, Scraped, Target, Tried, Watch
+from extproc.senses.messages import Exported, FellSilent, Heard, Pace, Probed, Scraped, Target, Tried, Watch
 from extproc.senses.push import Ears, Listener
 from policies.lifecycle import Evidence
+from vllm_adapters import dcgm
 from vllm_adapters.health import MODELS_PATH, TRIAL_HEADERS, TRIAL_PATH, NotAListing, parse_models, trial_of
 from vllm_adapters.metrics import EngineFigures, NotMetrics, parse_metrics
 
@@ -33,7 +34,7 @@ _MOST_DOUBLINGS = 10
 _CHECK_S = 5.0
 """How often the page of an engine that pushes its figures is read."""
 
-Report = Callable[[Scraped | Probed | Tried | Heard | FellSilent], None]
+Report = Callable[[Scraped | Exported | Probed | Tried | Heard | FellSilent], None]
 
 
 class Watchers:
@@ -94,6 +95,7 @@ class Watcher:
         self.pace = pace
         self._address = target.address
         self._base = f"http://{target.address}"
+        self._metrics_url = f"http://{target.metrics}" if target.metrics else self._base + "/metrics"
         self._client = client
         self._report = report
         self._scrape_now = asyncio.Event()
@@ -114,6 +116,8 @@ class Watcher:
         loops = [self._loop(delay_s, self._probe_turn)]
         if not self.target.grpc:
             loops.append(self._loop(delay_s, self._scrape_turn))
+        if self.target.exporter:
+            loops.append(self._loop(delay_s, self._exporter_turn))
         self._loops = tuple(asyncio.create_task(loop, name=f"watch {self._address}") for loop in loops)
 
     def cancel(self) -> None:
@@ -155,7 +159,7 @@ class Watcher:
 
             return Probed(self._address, await check(self._address, self.pace.probe_timeout_ms / 1000))
         try:
-            listing = parse_models(await self._get(MODELS_PATH, self.pace.probe_timeout_ms))
+            listing = parse_models(await self._get(self._base + MODELS_PATH, self.pace.probe_timeout_ms))
         except (aiohttp.ClientError, NotAListing, TimeoutError, OSError, ValueError) as error:
             log.debug("probe failed", endpoint=self._address, error=repr(error))
             return Probed(self._address, _evidence(error))
@@ -210,22 +214,34 @@ class Watcher:
 
     async def _scrape(self) -> EngineFigures | None:
         try:
-            return parse_metrics(await self._get("/metrics", self.pace.scrape_timeout_ms))
+            return parse_metrics(await self._get(self._metrics_url, self.pace.scrape_timeout_ms))
         except (aiohttp.ClientError, NotMetrics, TimeoutError, OSError, ValueError) as error:
             log.debug("scrape failed", endpoint=self._address, error=repr(error))
         except Exception:  # as above
             log.exception("scrape failed", endpoint=self._address)
         return None
 
-    async def _get(self, path: str, timeout_ms: int) -> bytes:
+    async def _exporter_turn(self) -> None:
+        self._report(Exported(self._address, await self._gpus()))
+        await asyncio.sleep(self.target.exporter_ms / 1000)
+
+    async def _gpus(self) -> dcgm.GpuLoad | None:
+        try:
+            page = await self._get(f"http://{self.target.exporter}{dcgm.PATH}", self.pace.scrape_timeout_ms)
+            return dcgm.parse_gpus(page, self.target.gpus)
+        except (aiohttp.ClientError, dcgm.NoGpu, TimeoutError, OSError, ValueError) as error:
+            log.debug("GPUs not told", endpoint=self._address, error=repr(error))
+            return None
+
+    async def _get(self, url: str, timeout_ms: int) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_ms / 1000)
-        async with self._client.get(self._base + path, timeout=timeout, allow_redirects=False) as response:
+        async with self._client.get(url, timeout=timeout, allow_redirects=False) as response:
             response.raise_for_status()
             page = await response.content.read(_MAX_PAGE_BYTES + 1)
             while not response.content.at_eof() and len(page) <= _MAX_PAGE_BYTES:
                 page += await response.content.read(_MAX_PAGE_BYTES + 1 - len(page))
             if len(page) > _MAX_PAGE_BYTES:
-                raise ValueError(f"{path} is larger than {_MAX_PAGE_BYTES} bytes")
+                raise ValueError(f"{url} is larger than {_MAX_PAGE_BYTES} bytes")
             return page
 
 

@@ -28,6 +28,7 @@ class Discovered:
     weight: float = 1.0
     zone: str | None = None
     cost: float = 0.0
+    gpus: tuple[str, ...] = ()
 
 
 def as_discovered(endpoints: Iterable[Discovered | Endpoint | str]) -> dict[str, Discovered]:
@@ -49,7 +50,9 @@ def _discovered(endpoint: Discovered | Endpoint | str) -> Discovered:
         return Discovered(endpoint)
     if isinstance(endpoint, Discovered):
         return endpoint
-    return Discovered(endpoint.address, weight=endpoint.weight, zone=endpoint.zone, cost=endpoint.cost)
+    return Discovered(
+        endpoint.address, weight=endpoint.weight, zone=endpoint.zone, cost=endpoint.cost, gpus=endpoint.gpus
+    )
 
 
 class BadEndpoints(Exception):

@@ -831,6 +831,8 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "dialect": "vllm",
         "engines": [],
         "index_scale": 1.0,
+        "gpu_used": None,
+        "gpu_memory_used": None,
         "indexed_tokens": {"m": 300},
         "index_evidence": {"m": "none"},
         "prefill_tokens_per_s": {"m": 25_000.0},

@@ -102,6 +102,7 @@ class House:
     def __init__(self) -> None:
         self.engine = Engine()
         self.turns: dict[str, asyncio.Queue[bool]] = {"scrape": asyncio.Queue(), "probe": asyncio.Queue()}
+        self.turns["export"] = asyncio.Queue()
         self.tries: list[bool] = []
         self.state = FleetState()
         self.fleet = Fleet(self.state, Metrics(), asyncio.get_running_loop().time)
@@ -125,6 +126,10 @@ class House:
     def probed(self, *, ok: bool) -> None:
         """WatchEvents."""
         self.turns["probe"].put_nowait(ok)
+
+    def exported(self, *, ok: bool) -> None:
+        """WatchEvents."""
+        self.turns["export"].put_nowait(ok)
 
     def tried(self, *, ok: bool) -> None:
         """WatchEvents."""
