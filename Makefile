@@ -23,9 +23,9 @@ $(READY): pyproject.toml
 demo: $(READY) ## four simulated engines behind a real Envoy: round robin, then the default policy
 	$(BIN)/pointsman demo
 
-test: $(READY) ## every test, with the coverage gate
+test: $(READY) ## every test, with the coverage gate; in two processes, since much of a test is waiting
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest -n 2 --dist loadgroup $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
