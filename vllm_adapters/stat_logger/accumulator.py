@@ -39,6 +39,7 @@ class Accumulator:
         self._steps: deque[tuple[int, Any, Any]] = deque()
         self._engines: dict[int, Engine] = {}
         self._totals = Totals()
+        self._changed = False
         self._sent = 0
         self._troubles = 0
         self._lock = threading.Lock()
@@ -56,8 +57,19 @@ class Accumulator:
         """An engine is initialized."""
         with self._lock:
             self._engines[engine.index] = engine
-            if self.phase == LOADING:
-                self.phase = SERVING
+            self._changed = True
+        if self.phase == LOADING:
+            self.set_phase(SERVING)
+
+    def set_phase(self, phase: str) -> None:
+        """The server is in another phase of its life."""
+        self.phase = phase
+        self._changed = True
+
+    @property
+    def has_news(self) -> bool:
+        """Something has happened since the message before."""
+        return self._changed or bool(self._steps)
 
     def trouble(self) -> None:
         """A figure could not be taken."""
@@ -155,6 +167,7 @@ class Accumulator:
         A flat copy of an engine does: what its fields refer to is replaced when it changes, never altered.
         """
         with self._lock:
+            self._changed = False
             self._fold_all()
             self._sent += 1
             message = Message(

@@ -41,7 +41,6 @@ class PointsmanStatLogger(StatLoggerBase):  # type: ignore[misc] # vLLM is not i
         publisher = self._publisher
         if publisher is not None:
             publisher.accumulator.step(engine_idx, scheduler_stats, iteration_stats)
-            publisher.notice()
 
     def log_engine_initialized(self) -> None:
         """Said already, when this logger was made."""
@@ -61,7 +60,6 @@ def _describe(publisher: Publisher, config: Any, index: int) -> None:
     memory = _whole(cache, "kv_cache_memory_bytes")
     if memory and capacity:
         publisher.accumulator.kv_bytes_per_token = memory / capacity
-    publisher.notice()
 
 
 def _capacity_tokens(config: Any, cache: Any) -> int | None:

@@ -146,7 +146,7 @@ def test_a_server_loads_until_its_engine_is_there() -> None:
 
 def test_one_that_drains_goes_on_draining(accumulator: Accumulator) -> None:
     """Whatever is initialized after it."""
-    accumulator.phase = "draining"
+    accumulator.set_phase("draining")
     accumulator.add_engine(Engine(index=1))
     assert sent(accumulator).phase == "draining"
 
@@ -170,6 +170,20 @@ def test_what_vllm_tells_otherwise_disturbs_nothing(accumulator: Accumulator, wr
     accumulator.step(0, scheduler(num_running_reqs=wrong), iteration(finished_requests=wrong))
     accumulator.step(0, scheduler(), iteration(finished_requests=[finished(num_prompt_tokens=wrong)]))
     assert accumulator.take().troubles == 3
+
+
+def test_there_is_news_until_it_is_taken(accumulator: Accumulator) -> None:
+    """An engine, a step, a phase; then nothing, until something happens again."""
+    news = [accumulator.has_news]
+    for happens in (
+        lambda: None,
+        lambda: accumulator.step(0, scheduler(), None),
+        lambda: accumulator.set_phase("draining"),
+    ):
+        accumulator.take()
+        happens()
+        news.append(accumulator.has_news)
+    assert news == [True, False, True, True]
 
 
 def test_steps_that_nobody_takes_are_bounded_and_not_lost(accumulator: Accumulator) -> None:
