@@ -40,6 +40,7 @@ from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
 from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
+from extproc.precise import index_order
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
 from extproc.senses.targets import targets_of
@@ -102,7 +103,11 @@ class App:
         )
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
-        self._senses = Senses(Inbox(self.fleet, self.metrics, time.monotonic), self.metrics, config)
+        self._senses = Senses(
+            Inbox(self.fleet, self.metrics, time.monotonic, self.pipeline.matcher), self.metrics, config
+        )
+        self.pipeline.matcher.tell = self._senses.tell
+        self.pipeline.matcher.on_indexed = self.metrics.indexed
         self.fleet.on_suspicion = self._senses.probe_now
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
@@ -175,6 +180,7 @@ class App:
         """Have the senses watch what is listed now."""
         fleet = self.fleet
         self._senses.watch(targets_of(fleet, self.generation.config.scrape.dcgm))
+        self._senses.index(index_order(self.generation.config.pools, fleet.addresses_of))
 
     # -- generations
 
@@ -259,9 +265,9 @@ class App:
         """The newest refusals."""
         return self.decision_log.read_refusals(limit)
 
-    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
+    async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
-        return self.pipeline.explain(path, body, tenant)
+        return await self.pipeline.explain_matched(path, body, tenant)
 
     def profiles(self) -> dict[str, Any]:
         """By pool: its profile as learned, ready for `hardware`."""

@@ -22,6 +22,8 @@ from extproc.flight import Flight, Flights
 from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
+from extproc.precise import Found, Matcher
+from extproc.precise import apply as apply_found
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import (
     BY_PATH,
@@ -41,7 +43,7 @@ from extproc.request.encodings import SUPPORTED, inflates_beyond
 from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
 from policies.placement.placement import Placement, Unplaceable
-from policies.types import Decision, InferenceRequest, Reason, Refusal
+from policies.types import Decision, Fallback, InferenceRequest, Reason, Refusal
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +97,7 @@ class Pipeline:
         self._decisions = decisions
         self._request_log = request_log
         self._stored = StoredResponses()
+        self.matcher = Matcher()
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
@@ -121,11 +124,19 @@ class Pipeline:
         return self._reply(flight, headers, body, None)
 
     def _reply(
-        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
+        self,
+        flight: Flight,
+        headers: Mapping[str, str],
+        body: bytes,
+        plain: bytes | Refusal | None,
+        found: Found | None = None,
     ) -> Reply | Pending:
-        """`plain`: the body as `plain_body` gave it; None to have it inflated, here or beside the loop."""
+        """`plain`: the body as `plain_body` gave it; None to have it inflated, here or beside the loop.
+
+        `found`: what the engines hold of the prompt, if that was asked before.
+        """
         try:
-            outcome = self._decide(flight, headers, body, plain)
+            outcome = self._decide(flight, headers, body, plain, found)
         except Exception as error:
             log.exception("decision failed", error=str(error))
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
@@ -135,6 +146,20 @@ class Pipeline:
         """The decision, once a thread has inflated the body. Cancelled with its stream, before anything is taken."""
         plain = await asyncio.to_thread(plain_body, self.generation, headers, body)
         return cast("Reply", self._reply(flight, headers, body, plain))
+
+    async def _decide_matched(
+        self,
+        flight: Flight,
+        headers: Mapping[str, str],
+        body: bytes,
+        plain: bytes | Refusal | None,
+        asked: asyncio.Future[Found],
+    ) -> Reply:
+        """The decision, once the senses have answered, or their time is over. Cancelled with its stream, as above.
+
+        The request is read once more: the world, and the config, may have moved meanwhile.
+        """
+        return cast("Reply", self._reply(flight, headers, body, plain, await asked))
 
     def _refuse(
         self, flight: Flight, headers: Mapping[str, str], refusal: Refusal, body_bytes: int | None = None
@@ -148,7 +173,12 @@ class Pipeline:
         return refuse(refusal, anthropic=api is not None and api.anthropic, grpc=is_grpc(headers))
 
     def _decide(
-        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
+        self,
+        flight: Flight,
+        headers: Mapping[str, str],
+        body: bytes,
+        plain: bytes | Refusal | None,
+        found: Found | None,
     ) -> Reply | Pending | Refusal:
         generation = self.generation
         refusal = self._judge_headers(generation, flight, headers)
@@ -160,10 +190,7 @@ class Pipeline:
         if plain is None and api.model_in in _WITH_BODIES and _inflates_slowly(headers, body):
             return Pending(asyncio.ensure_future(self._decide_inflated(flight, headers, body)))
         if api.model_in is ModelIn.NOWHERE:
-            self._events.answered("models")
-            if self._request_log is not None:
-                self._request_log.answered(flight, path_of(headers))
-            return Answer(200, generation.models_body, reason="models")
+            return self._answer_models(generation, flight, headers)
         began = perf_counter()
         plan = make_plan(
             generation, self._stored, Incoming(api, headers, body, flight.request_id, plain, flight.tenant)
@@ -172,6 +199,11 @@ class Pipeline:
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
         plan.request.tenant = flight.tenant
+        asked = self._found(plan, headers, body, plain) if found is None else found
+        if isinstance(asked, asyncio.Future):
+            return Pending(asyncio.ensure_future(self._decide_matched(flight, headers, body, plain, asked)))
+        if asked is not None:
+            apply_found(asked, plan.request)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
         route = self._place(generation, flight, _without_forged(generation, headers, plan), parsed_at)
@@ -179,6 +211,29 @@ class Pipeline:
             self._request_log.routed(flight, path_of(headers), plan.request, route.addresses[0])
         plan.request.prompt = b""  # it goes no further than this
         return route
+
+    def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
+        self._events.answered("models")
+        if self._request_log is not None:
+            self._request_log.answered(flight, path_of(headers))
+        return Answer(200, generation.models_body, reason="models")
+
+    def _found(
+        self, plan: Plan, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
+    ) -> asyncio.Future[Found] | Fallback | None:
+        """What the engines hold of the prompt, to come; None where nobody is to be asked."""
+        if plan.target.pool.precise is None or not plan.request.prompt:
+            return None
+        text = plain_body(self.generation, headers, body) if plain is None else plain
+        return self._ask(plan, path_of(headers), cast("bytes", text))
+
+    def _ask(self, plan: Plan, path: str, plain: bytes) -> asyncio.Future[Found] | Fallback:
+        """Have the senses say what the engines hold of the prompt."""
+        pool, request, state = plan.target.pool, plan.request, self._fleet.state
+        if pool.precise is None:
+            raise AssertionError("only a pool with a precise index has one to ask")
+        adapter = request.model if state.adapters.having(request.model, len(state.addresses)).any() else None
+        return self.matcher.ask(pool.name, pool.precise, path, plain, request, adapter)
 
     def _admit(self, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
         """Establish who asks, once per request; a refusal for those who may not."""
@@ -245,16 +300,14 @@ class Pipeline:
 
     # -- the same choice, without carrying it out
 
-    def explain(self, path: str, body: bytes, tenant: str | None = None) -> dict[str, Any]:
+    def explain(self, path: str, body: bytes, tenant: str | None = None, found: Found | None = None) -> dict[str, Any]:
         """Where this body of `tenant`'s would go now and why; `error` says why it would be refused."""
-        generation = self.generation
-        api = by_path(path)
-        if api is None or api.model_in is not ModelIn.JSON:
-            return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
-        plan = make_plan(generation, self._stored, Incoming(api, {}, body, "", tenant=tenant))
-        if isinstance(plan, Refusal):
-            return {"error": plan.message, "status": plan.status, "reason": plan.reason}
+        plan = self._explained(path, body, tenant)
+        if isinstance(plan, dict):
+            return plan
         target, request = plan.target, plan.request
+        if found is not None:
+            apply_found(found, request)
         placement: Placement = self._fleet.placements[target.pool.name]
         rng = Random(0)  # its own, so that asking does not change what live requests draw
         decision = placement.choose(request, self._fleet.state, self._clock(), rng, length=target.list_length)
@@ -267,6 +320,23 @@ class Pipeline:
         if isinstance(decision, Unplaceable):
             return {**asked, "pool": target.pool.name, **explain_unplaceable(decision)}
         return {**asked, **explain(decision)}
+
+    async def explain_matched(self, path: str, body: bytes, tenant: str | None = None) -> dict[str, Any]:
+        """The same, with what the engines hold of the prompt where the pool has a precise index."""
+        plan = self._explained(path, body, tenant)
+        if isinstance(plan, dict) or plan.target.pool.precise is None or not plan.request.prompt:
+            return self.explain(path, body, tenant)
+        asked = self._ask(plan, path, body)
+        return self.explain(path, body, tenant, await asked if isinstance(asked, asyncio.Future) else asked)
+
+    def _explained(self, path: str, body: bytes, tenant: str | None) -> Plan | dict[str, Any]:
+        api = by_path(path)
+        if api is None or api.model_in is not ModelIn.JSON:
+            return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
+        plan = make_plan(self.generation, self._stored, Incoming(api, {}, body, "", tenant=tenant))
+        if isinstance(plan, Refusal):
+            return {"error": plan.message, "status": plan.status, "reason": plan.reason}
+        return plan
 
 
 _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)

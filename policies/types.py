@@ -5,7 +5,7 @@ Plain data only. Nothing here reads a clock, draws a number or knows a protocol.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -42,6 +42,14 @@ class Fallback(StrEnum):
 
     STALE_FIGURES = "stale_figures"
     CONTEXT_ESTIMATE = "context_estimate"
+    PREFIX_LATE = "prefix_late"
+    """The exact match was not known within its budget, so our own book-keeping answered; as in the next four."""
+    PREFIX_SENSES_DOWN = "prefix_senses_down"
+    PREFIX_NO_TOKENS = "prefix_no_tokens"
+    PREFIX_TOO_LONG = "prefix_too_long"
+    PREFIX_CROWDED = "prefix_crowded"
+    PREFIX_BLIND = "prefix_blind"
+    """Of some candidates it is not known all what they hold; for these our own book-keeping answered."""
 
 
 class Kind(StrEnum):
@@ -102,6 +110,22 @@ class Refusal:
     asked_model: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Precise:
+    """What is known of a prompt from the engines: its exact length, and what each address holds of it, in tokens.
+
+    `blind`: addresses that may hold more.
+    """
+
+    input_tokens: int
+    tokens: Mapping[str, int]
+    blind: frozenset[str] = frozenset()
+
+    def sees(self, address: str) -> bool:
+        """Whether all is known that the address holds."""
+        return address in self.tokens and address not in self.blind
+
+
 @dataclass(slots=True)
 class InferenceRequest:
     """One inference request as the policies see it.
@@ -111,6 +135,7 @@ class InferenceRequest:
     `block_hashes[i]` names the prompt up to the end of block i; `block_tokens[i]` is the estimate for that block alone.
     `subset`: the only addresses allowed, as `IP:port` or `IP`; None allows all.
     `tenant`: who asks, from a source that the config trusts; None where it trusts none.
+    `precise`: what the engines hold of it, where that was asked and is known; `without`: why not, where it is not.
     """
 
     kind: Kind
@@ -127,6 +152,8 @@ class InferenceRequest:
     excluded: frozenset[str] = frozenset()
     subset: tuple[str, ...] | None = None
     tenant: str | None = None
+    precise: Precise | None = None
+    without: tuple[Fallback, ...] = ()
 
 
 @dataclass(slots=True)
@@ -150,6 +177,7 @@ class Decision:
     than full knowledge it was made.
     `matched_tokens` is aligned with `ranking.candidates`. `filtered` names, per filter, the addresses it removed.
     `slot_addresses[slot]` names every slot as it was then: a slot may belong to another address by the time it is read.
+    `precise`: matches are what the engines report; else our own book-keeping's.
     """
 
     pool: str
@@ -163,6 +191,7 @@ class Decision:
     filtered: Filtered
     slot_addresses: tuple[str | None, ...]
     fallbacks: tuple[Fallback, ...] = ()
+    precise: bool = False
 
 
 @dataclass(frozen=True, slots=True)

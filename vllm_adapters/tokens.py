@@ -46,6 +46,8 @@ class NoTokens(StrEnum):
     """It lets the engine cut its prompt short."""
     UNREADABLE = "unreadable"
     """Its fields, or the template, are not what vLLM would take."""
+    NOT_READY = "not_ready"
+    """The tokenizer is not loaded, or no engine answers."""
 
 
 class Untokenizable(Exception):

@@ -48,7 +48,7 @@ class Operations(Protocol):
     def refusals(self, limit: int) -> list[dict[str, Any]]:
         """The newest refusals."""
 
-    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
+    async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
 
     def profiles(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class AdminServer:
     async def _explain(self, request: web.Request) -> web.Response:
         """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
         path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
-        return await self._told(self._operations.explain(path, await request.read(), tenant))
+        return await self._told(await self._operations.explain(path, await request.read(), tenant))
 
     async def _profiles(self, _request: web.Request) -> web.Response:
         return await self._told({"profiles": self._operations.profiles()})

@@ -169,6 +169,14 @@ def _with_absolute_endpoints(pool: Pool, folder: Path) -> Pool:
     return pool.model_copy(update={"endpoints": found})
 
 
+def _with_absolute_tokenizer(pool: Pool, folder: Path) -> Pool:
+    precise = pool.precise
+    if precise is None or precise.tokenizer == "engine":
+        return pool
+    index = pool.prefix_index.model_copy(update={"precise": _with_absolute(precise, folder, "tokenizer")})
+    return pool.model_copy(update={"prefix_index": index})
+
+
 def _with_absolute_pems(tls: Tls | None, folder: Path) -> Tls | None:
     return None if tls is None else _with_absolute(tls, folder, "certificate", "key", "client_ca")
 

@@ -145,6 +145,7 @@ def _outline(decision: Decision) -> dict[str, Any]:
         "endpoints": list(decision.addresses),
         "matched_tokens": decision.chosen_matched_tokens,
         "fallbacks": list(decision.fallbacks),
+        "prefix_index": "precise" if decision.precise else "approximate",
     }
 
 

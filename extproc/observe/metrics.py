@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import SOURCES, FleetState
 from policies.lifecycle import State
@@ -96,6 +97,13 @@ class Metrics:
         self._senses_up = self._gauge("senses_up", "1 while the process that watches the engines can be heard")
         self._senses_losses = self._counter("senses_losses", "Times it fell or hung, and was started again")
         self._senses_dropped = self._counter("senses_dropped", "Figures it could not hand over in time")
+        self._index_blocks = self._gauge("precise_index_blocks", "KV blocks known from the engines' events", "pool")
+        self._index_blind = self._gauge(
+            "precise_index_blind_endpoints", "Endpoints of which it is not known all what they hold", "pool"
+        )
+        self._kv_events = self._counter(
+            "kv_events", "Batches of KV events, and what went wrong with them", "pool", "what"
+        )
         self._acquitted = self._counter(
             "endpoints_acquitted", "500s that a second endpoint answered as well: the request's fault", "endpoint"
         )
@@ -312,6 +320,13 @@ class Metrics:
     def senses_dropped(self, figures: int) -> None:
         """So many figures were not handed over, since we did not take those before."""
         self._senses_dropped.inc(figures)
+
+    def indexed(self, message: Indexed) -> None:
+        """How a pool's precise index is."""
+        self._child(self._index_blocks, message.pool).set(message.blocks)
+        self._child(self._index_blind, message.pool).set(message.blind)
+        for what, happened in message.counts.items():
+            self._child(self._kv_events, message.pool, what).inc(happened)
 
     def acquitted(self, address: str) -> None:
         """Two endpoints answered one request 500: it was not the first one's fault."""

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from extproc.fleet.fleet import Fleet
-from extproc.senses.messages import Exported, FellSilent, FromSenses, Heard, Probed, Scraped, Tried, Try
+from extproc.precise import Matcher
+from extproc.senses.messages import (
+    FellSilent,
+    FromSenses,
+    Heard,
+    Indexed,
+    Matched,
+    Probed,
+    Scraped,
+    Tried,
+    Try,
+)
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing, trial_passed
 
@@ -55,10 +66,13 @@ class Inbox:
     `tell` orders a trial; `trials` says whether any are wanted, `trial_timeout_s` how long one may take.
     """
 
-    def __init__(self, fleet: Fleet, events: SensesEvents, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: Fleet, events: SensesEvents, clock: Callable[[], float], matcher: Matcher | None = None
+    ) -> None:
         self.trials = True
         self.trial_timeout_s = 30.0
-        self.tell: Callable[[Try], None] = lambda _order: None
+        self.tell: Callable[[Try], object] = lambda _order: None
+        self._matcher = matcher or Matcher()
         self._fleet = fleet
         self._events = events
         self._clock = clock
@@ -68,9 +82,6 @@ class Inbox:
         """Pass one message on."""
         if isinstance(message, Scraped):
             self._scraped(message)
-        elif isinstance(message, Exported):
-            self._events.exported(ok=message.gpus is not None)
-            self._fleet.exported(message.address, message.gpus)
         elif isinstance(message, Heard):
             self._heard(message)
         elif isinstance(message, FellSilent):
@@ -79,6 +90,10 @@ class Inbox:
             self._probed(message)
         elif isinstance(message, Tried):
             self._tried(message)
+        elif isinstance(message, Matched):
+            self._matcher.answered(message)
+        elif isinstance(message, Indexed):
+            self._matcher.on_indexed(message)
 
     def forget(self, address: str) -> None:
         """An endpoint is watched no more, or by other senses than before."""
@@ -87,6 +102,7 @@ class Inbox:
     def forget_all(self) -> None:
         """Other senses have taken over; they know of no trial."""
         self._pending.clear()
+        self._matcher.lost()
         self._fleet.pushes_fell_silent()
 
     def _scraped(self, message: Scraped) -> None:

@@ -24,6 +24,7 @@ from extproc.senses.messages import (
     Alive,
     Frames,
     FromSenses,
+    Index,
     Pace,
     ProbeNow,
     Target,
@@ -63,6 +64,7 @@ class Senses:
         inbox.tell = self.tell
         self._events = events
         self._watch = Watch([], pace_of(config))
+        self._index = Index([])
         self._log = config.observe.log
         self._buffer_bytes = config.limits.senses_buffer_bytes
         self._line: _Line | None = None
@@ -94,10 +96,17 @@ class Senses:
         """Ask this one at once: a request has just shown that something is wrong with it."""
         self.tell(ProbeNow(address))
 
-    def tell(self, order: ToSenses) -> None:
-        """Give an order; without senses it is lost, and new ones are told what to watch."""
+    def index(self, wanted: Index) -> None:
+        """Keep precise indexes for exactly these pools."""
+        if wanted != self._index:
+            self._index = wanted
+            self.tell(wanted)
+
+    def tell(self, order: ToSenses) -> bool:
+        """Give an order; without senses it is lost, and new ones are told what to watch. Whether there are any."""
         if self._line is not None:
             self._line.send(order)
+        return self._line is not None
 
     # -- the process
 
@@ -136,6 +145,7 @@ class Senses:
             _, line = await asyncio.get_running_loop().create_unix_connection(lambda: _Line(self._take), sock=ours)
             self._inbox.forget_all()
             line.send(self._watch)
+            line.send(self._index)
             self._line = line
             await line.until_silent()
         finally:

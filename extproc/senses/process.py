@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
@@ -17,6 +17,7 @@ from extproc.senses.messages import (
     Frames,
     FromSenses,
     Heard,
+    Index,
     ProbeNow,
     Scraped,
     ToSenses,
@@ -26,6 +27,9 @@ from extproc.senses.messages import (
     to_senses,
 )
 from extproc.senses.watchers import Watchers
+
+if TYPE_CHECKING:
+    from extproc.senses.prefix import Prefixes
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +43,7 @@ class Port(asyncio.Protocol):
     def __init__(self, most_waiting_bytes: int) -> None:
         self.closed = asyncio.get_running_loop().create_future()
         self.watchers = Watchers(self.report)
+        self.prefixes: Prefixes | None = None
         self._most_waiting_bytes = most_waiting_bytes
         self._frames = Frames()
         self._dropped = 0
@@ -67,6 +72,19 @@ class Port(asyncio.Protocol):
             self.watchers.probe_now(order.address)
         elif isinstance(order, Try):
             self.watchers.try_generation(order.address, order.model)
+        elif isinstance(order, Index):
+            self._index(order)
+        elif self.prefixes is not None:
+            self.prefixes.match(order)
+
+    def _index(self, order: Index) -> None:
+        """What listens and tokenizes is imported where it is wanted: it takes its time and room."""
+        if self.prefixes is None and order.pools:
+            from extproc.senses.prefix import Prefixes
+
+            self.prefixes = Prefixes(self.report)
+        if self.prefixes is not None:
+            self.prefixes.order(order)
 
     def report(self, message: FromSenses) -> None:
         """Tell the decision process."""
@@ -74,12 +92,16 @@ class Port(asyncio.Protocol):
             self._dropped += 1
         else:
             self._transport.write(encode(message))
+        if self.prefixes is not None and isinstance(message, Scraped):
+            self.prefixes.scraped(message)
 
     async def beat(self) -> None:
         """Say that we live, again and again."""
         while True:
             dropped, self._dropped = self._dropped, 0
             self.report(Alive(dropped))
+            if self.prefixes is not None:
+                self.prefixes.tell()
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -92,3 +114,5 @@ async def run(descriptor: int, most_waiting_bytes: int) -> None:
     await port.closed
     beating.cancel()
     await port.watchers.close()
+    if port.prefixes is not None:
+        await port.prefixes.close()

@@ -21,7 +21,7 @@ from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
-from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation
+from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation, Slots
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
@@ -87,7 +87,7 @@ class Placement:
     ) -> Decision | Unplaceable:
         """Up to `length` endpoints, best first. Reads only. Raises BadScore where the policy's scores are none."""
         members = self.members
-        matched = self.index.match(request.block_hashes, request.block_tokens, members)
+        matched = self._matched(request, members, state)
         view, filtered = self._filter(View(request, state, members, matched, now_s, rng, self.index, self.ledger))
         if not len(view.slots):
             return Unplaceable(filtered)
@@ -109,7 +109,26 @@ class Placement:
             filtered=filtered,
             slot_addresses=addresses,
             fallbacks=_fallbacks(view),
+            precise=request.precise is not None,
         )
+
+    def _matched(self, request: InferenceRequest, slots: Slots, state: FleetState) -> Floats:
+        """What each of `slots` holds of the prompt: what the engines report, where that is known.
+
+        What is under way there is in no report yet, so what requests in flight use counts as well: without it a burst
+        would not see itself. Where an engine may hold more than it reported, our own book-keeping may know of it.
+        """
+        hashes, tokens, precise = request.block_hashes, request.block_tokens, request.precise
+        if precise is None:
+            return self.index.match(hashes, tokens, slots)
+        addresses = [str(state.addresses[slot]) for slot in slots.tolist()]
+        reported = np.array([precise.tokens.get(address, 0) for address in addresses], np.float64)
+        matched = np.maximum(reported, self.index.pinned(hashes, tokens, slots))
+        blind = np.array([not precise.sees(address) for address in addresses], np.bool_)
+        if blind.any():
+            believed = self.index.match(hashes, tokens, slots[blind])
+            matched[blind] = np.maximum(matched[blind], believed)
+        return matched
 
     def commit(self, decision: Decision, request: InferenceRequest, state: FleetState, now_s: float) -> Reservation:
         """Carry the decision out: index the prompt, book the load, take the turn."""
@@ -175,7 +194,7 @@ class Placement:
         """Another endpoint serves the request than the one chosen: load and prefix credit move there."""
         self.failed(reservation)
         self.ended(reservation, now_s)
-        here = self.index.match(request.block_hashes, request.block_tokens, np.array([slot], np.intp))
+        here = self._matched(request, np.array([slot], np.intp), state)
         uncached = max(0, request.input_tokens - int(here[0]))
         moved = state.move(reservation, slot, uncached_tokens=uncached)
         if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
@@ -207,9 +226,12 @@ def _choice(matched_tokens: Floats, first: int) -> Choice:
 
 def _fallbacks(view: View) -> tuple[Fallback, ...]:
     """What the ranking had to do without."""
-    missing: tuple[Fallback, ...] = ()
+    missing = view.request.without
     if view.fell_back:
-        missing = (Fallback.STALE_FIGURES,)
+        missing += (Fallback.STALE_FIGURES,)
+    precise = view.request.precise
+    if precise is not None and any(not precise.sees(str(view.state.addresses[slot])) for slot in view.slots.tolist()):
+        missing += (Fallback.PREFIX_BLIND,)
     if exceeds_context(view):
         missing += (Fallback.CONTEXT_ESTIMATE,)
     return missing

@@ -70,6 +70,19 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched[slots]
 
+    def pinned(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
+        """Contiguous tokens of the prompt that requests in flight use on each of `slots`, shape (n,)."""
+        found = np.zeros(len(slots))
+        for position, slot in enumerate(slots.tolist()):
+            shelf = self._shelves.get(slot)
+            if shelf is None or not hashes or hashes[0] not in shelf.pinned:
+                continue
+            for block, block_tokens in zip(hashes, tokens, strict=True):
+                if block not in shelf.pinned:
+                    break
+                found[position] += block_tokens
+        return found
+
     def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
         """A request with this prompt goes to `slot`.
 

@@ -28,6 +28,7 @@ from extproc.observe.request_log import RequestLog
 from extproc.pipeline import Pipeline
 from extproc.reply import Answer, Pending, Route
 from extproc.request.splice import apply
+from extproc.senses.messages import Match, Matched
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
 from policies.placement.policy import FormulaSpec, Scored
@@ -896,3 +897,171 @@ def test_explain_tells_for_whom(house: House) -> None:
     follow = json.dumps({"model": "served", "input": "x", "previous_response_id": "resp_0"}).encode()
     assert house.pipeline.explain("/v1/responses", follow, "acme")["status"] == 404
     assert "error" not in house.pipeline.explain("/v1/responses", follow)
+
+
+# -- a pool with a precise index
+
+PRECISE = CONFIG.replace(
+    "    aliases: {gpt-4o: served}\n",
+    "    aliases: {gpt-4o: served}\n"
+    "    prefix_index: {precise: {tokenizer: engine, budget_ms: 1000, max_waiting: 2, max_body_bytes: 50000}}\n",
+)
+
+
+class Asked(House):
+    """A house whose pool `chat` asks the senses; what they are asked stands in `questions`."""
+
+    def __init__(self, config: str = PRECISE) -> None:
+        super().__init__(config)
+        self.questions: list[Match] = []
+        self.senses = True
+        self.pipeline.matcher.tell = self._tell
+
+    def _tell(self, question: Match) -> bool:
+        self.questions.append(question)
+        return self.senses
+
+    def later(self, body: dict[str, Any]) -> Pending:
+        """One request that has to wait."""
+        self.flight = self.flights.open()
+        reply = self.pipeline.decide(self.flight, POST, json.dumps(body).encode())
+        assert isinstance(reply, Pending)
+        return reply
+
+    async def place(self, body: dict[str, Any], **answer: Any) -> Route:
+        """One request, and what the senses say to it."""
+        later = self.later(body)
+        self.pipeline.matcher.answered(Matched(self.questions[-1].number, **answer))
+        route = await later.ready
+        assert isinstance(route, Route)
+        return route
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The newest decision in the log."""
+        return self.log.read(1)[0]
+
+
+def _known(**tokens: int) -> dict[str, int]:
+    return {address: tokens.get(f"e{number}", 0) for number, address in enumerate(CHAT_ADDRESSES, 1)}
+
+
+async def test_a_request_is_placed_by_what_the_engines_report() -> None:
+    """Its length and its match are the exact ones, whatever our own book-keeping believes."""
+    house = Asked()
+    route = await house.place(chat(cache_salt="s"), input_tokens=777, tokens=_known(e3=640))
+    assert route.addresses[0] == CHAT_ADDRESSES[2]
+    assert house.events.decisions == [("chat", CHAT_ADDRESSES[2], "affinity", 777, 640)]
+    assert (house.told["prefix_index"], house.told["fallbacks"]) == ("precise", [])
+    (question,) = house.questions
+    assert (question.pool, question.path, question.salt, question.adapter) == ("chat", CHAT, "s", None)
+    assert json.loads(question.body) == chat(cache_salt="s")
+    assert house.booked() == (1, 777, 137)
+
+
+async def test_an_adapter_is_asked_for_by_name() -> None:
+    """For an engine's blocks are an adapter's own."""
+    house = Asked()
+    for address in CHAT_ADDRESSES:
+        house.fleet.listed_models(address, Listing(frozenset({"served"}), 100_000, frozenset({"served"})))
+    await house.place(chat(), input_tokens=1, tokens=_known())
+    assert house.questions[0].adapter == "served"
+
+
+async def test_a_burst_sees_itself() -> None:
+    """What a request in flight uses is in no event yet, and counts all the same; once it ended, only events count."""
+    house = Asked()
+    first = await house.place(chat(), input_tokens=800, tokens=_known())
+    flight = house.flight
+    second = await house.place(chat(), input_tokens=800, tokens=_known())
+    assert second.addresses[0] == first.addresses[0]
+    assert house.told["matched_tokens"] > 500
+    for one in (flight, house.flight):
+        one.close()
+    await house.place(chat(), input_tokens=800, tokens=_known())
+    assert house.told["matched_tokens"] == 0
+
+
+async def test_for_a_blind_endpoint_our_own_books_count_too() -> None:
+    """The engine may hold more than it was heard of; that it was so is said."""
+    house = Asked()
+    first = await house.place(chat(), input_tokens=800, tokens=_known())
+    house.flight.close()
+    again = await house.place(chat(), input_tokens=800, tokens=_known(), blind=[first.addresses[0]])
+    assert again.addresses[0] == first.addresses[0]
+    assert house.told["matched_tokens"] > 500
+    assert house.told["fallbacks"] == ["prefix_blind"]
+    assert house.events.fallbacks == ["prefix_blind"]
+
+
+async def test_without_tokens_our_own_books_answer() -> None:
+    """And it is counted why, and shown."""
+    house = Asked()
+    await house.place(chat(), why="not_text")
+    assert (house.told["prefix_index"], house.told["fallbacks"]) == ("approximate", ["prefix_no_tokens"])
+    assert house.events.fallbacks == ["prefix_no_tokens"]
+
+
+async def test_a_late_answer_is_not_waited_for() -> None:
+    """The budget is over; what comes after it changes nothing."""
+    house = Asked(PRECISE.replace("budget_ms: 1000", "budget_ms: 1"))
+    later = house.later(chat())
+    assert isinstance(await later.ready, Route)
+    assert house.events.fallbacks == ["prefix_late"]
+    house.pipeline.matcher.answered(Matched(house.questions[0].number, 5))
+    assert house.booked()[0] == 1
+
+
+async def test_senses_that_fall_end_the_waiting() -> None:
+    """At once; and while there are none nobody waits."""
+    house = Asked()
+    later = house.later(chat())
+    house.pipeline.matcher.lost()
+    assert isinstance(await later.ready, Route)
+    house.senses = False
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == ["prefix_senses_down"] * 2
+
+
+async def test_only_so_many_questions_are_open() -> None:
+    """Those whose asker has given up included, until they are answered."""
+    house = Asked()
+    for _ in range(2):
+        house.later(chat()).ready.cancel()
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == ["prefix_crowded"]
+    house.pipeline.matcher.answered(Matched(house.questions[0].number, 5))
+    house.later(chat()).ready.cancel()
+
+
+async def test_a_client_that_leaves_while_it_waits_takes_nothing() -> None:
+    """Its stream's end cancels what would have come."""
+    house = Asked()
+    later = house.later(chat())
+    await asyncio.sleep(0)
+    later.ready.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await later.ready
+    house.pipeline.matcher.answered(Matched(house.questions[0].number, 5))
+    assert house.booked() == (0, 0, 0)
+
+
+def test_what_cannot_be_matched_is_not_asked() -> None:
+    """A body that is too long, an API whose prompts we cannot make; and pools without an index say nothing of it."""
+    house = Asked()
+    house.ask(chat(words=15_000))
+    house.pipeline.decide(house.flights.open(), {**POST, ":path": "/v1/responses"}, b'{"model":"served","input":"a"}')
+    house.ask(chat("lone"))
+    assert house.questions == []
+    assert house.events.fallbacks == ["prefix_too_long", "prefix_no_tokens"]
+
+
+async def test_an_explanation_asks_too() -> None:
+    """And says which index answered."""
+    house = Asked()
+    asking = asyncio.ensure_future(house.pipeline.explain_matched(CHAT, json.dumps(chat()).encode()))
+    await asyncio.sleep(0)
+    house.pipeline.matcher.answered(Matched(house.questions[0].number, 777, _known(e2=64)))
+    told = await asking
+    assert (told["input_tokens"], told["prefix_index"], told["matched_tokens"]) == (777, "precise", 64)
+    assert house.booked() == (0, 0, 0)

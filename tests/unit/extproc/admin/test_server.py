@@ -58,7 +58,7 @@ class Operations:
         """Operations."""
         return {"chat": {"prefill_tokens_per_s": 5.0}}
 
-    def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
+    async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """One explanation."""
         self._note_thread("explain")
         self.asked.append(("explain", path, body, tenant))

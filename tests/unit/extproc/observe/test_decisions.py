@@ -68,6 +68,7 @@ def test_a_decision_is_explained_best_first() -> None:
         ],
         "filtered": [{"filter": "ready", "endpoints": ["one:1", "three:1"]}],
         "fallbacks": ["stale_figures"],
+        "prefix_index": "approximate",
     }
 
 
