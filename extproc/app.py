@@ -41,6 +41,7 @@ from extproc.observe.request_log import RequestLog
 from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
 from extproc.precise import index_order
+from extproc.quotas import Quotas
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
 from extproc.senses.targets import targets_of
@@ -81,7 +82,8 @@ class App:
         self.fleet = Fleet(self._state, self.metrics, time.monotonic)
         self.decision_log = DecisionLog(config.observe.decisions)
         self._request_log = _request_log(config, self.metrics)
-        self._outcomes = Outcomes(self.fleet, self.metrics, self.decision_log, self._request_log)
+        self._quotas = Quotas(config, self.metrics, time.time)
+        self._outcomes = Outcomes(self.fleet, self.metrics, self.decision_log, self._request_log, self._quotas)
         self.flights = Flights(
             self._state,
             self._outcomes,
@@ -100,6 +102,7 @@ class App:
             wall_clock=time.time,
             rng=Random(),
             request_log=self._request_log,
+            quotas=self._quotas,
         )
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
@@ -193,6 +196,7 @@ class App:
         config = generation.config
         self._key_file.configure(config.access.api_keys_file)
         self._set_gate()
+        self._quotas.configure(config)
         self._state.stale_after_s = _stale_after_s(config)
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
@@ -273,6 +277,10 @@ class App:
         """By pool: its profile as learned, ready for `hardware`."""
         return {name: asdict(placement.ledger.learned()) for name, placement in self.fleet.placements.items()}
 
+    def tenants(self) -> dict[str, Any]:
+        """What each tenant seen of late has running, has left and has spent."""
+        return self._quotas.describe()
+
     def config(self) -> dict[str, Any]:
         """The generation in force."""
         return {"generation": self.generation.number, "config": self.generation.config.model_dump(mode="json")}
@@ -317,6 +325,7 @@ _FIXED_PARTS = (
     # held by parts that live as long as the process
     "limits.endpoints",
     "limits.senses_buffer_bytes",
+    "limits.tenants",
     "observe.decisions",
     "observe.log",
     "observe.request_log",

@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from extproc.access.gate import Caller
+from policies.admission.tenants import Charge
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.types import Decision, InferenceRequest, Reservation
@@ -124,6 +125,7 @@ class Flight:
         "_flights",
         "broke",
         "caller",
+        "charge",
         "charged",
         "claims",
         "ended_at_s",
@@ -160,6 +162,7 @@ class Flight:
         self.streamed = False
         self.claims: Mapping[str, str] | None = None
         self.caller: Caller | None = None
+        self.charge: Charge | None = None
         self.note: Note | None = None
 
     @property
@@ -254,6 +257,8 @@ class Flights:
         flight.stage = Stage.RELEASED
         flight.ended_at_s = self._clock()
         self.ended += 1
+        if flight.charge is not None:
+            flight.charge.ended()
         if stage is Stage.RESERVED and flight.reservation is not None:
             self._state.release(flight.reservation)
             if flight.placement is not None:

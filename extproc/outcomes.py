@@ -9,6 +9,7 @@ from extproc.flight import Completion, Flight, Usage
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
+from extproc.quotas import Quotas
 from policies.lifecycle import Evidence
 
 _UNFIT = "status_500"
@@ -18,8 +19,14 @@ class Outcomes:
     """The FlightEvents of a running system."""
 
     def __init__(
-        self, fleet: Fleet, metrics: Metrics, decisions: DecisionLog, request_log: RequestLog | None = None
+        self,
+        fleet: Fleet,
+        metrics: Metrics,
+        decisions: DecisionLog,
+        request_log: RequestLog | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
+        self._quotas = quotas
         self._fleet = fleet
         self._metrics = metrics
         self._decisions = decisions
@@ -59,6 +66,8 @@ class Outcomes:
             self._metrics.used_tokens(pool, "cached", completion.usage.cached_tokens)
             self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
             self._metrics.compared(pool, *_compared(flight, completion.usage))
+        if self._quotas is not None:
+            self._quotas.settle(flight, outcome, completion.usage)
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)
@@ -66,6 +75,8 @@ class Outcomes:
     def missing(self, flight: Flight) -> None:
         """The access-log entry did not come in time."""
         self._metrics.entry_missing()
+        if self._quotas is not None:
+            self._quotas.settle(flight, _UNTOLD, None)
         self._decisions.finish(flight.request_id, flight.served_by, {"outcome": _UNTOLD})
         if self._request_log is not None:
             self._request_log.missing(flight, _UNTOLD)

@@ -24,6 +24,7 @@ from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
 from extproc.precise import Found, Matcher
 from extproc.precise import apply as apply_found
+from extproc.quotas import Quotas
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import (
     BY_PATH,
@@ -86,6 +87,7 @@ class Pipeline:
         wall_clock: Callable[[], float],
         rng: Random,
         request_log: RequestLog | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         # Global state: swapped by a reload
         self.generation = generation
@@ -96,6 +98,7 @@ class Pipeline:
         self._flights = flights
         self._decisions = decisions
         self._request_log = request_log
+        self._quotas = quotas
         self._stored = StoredResponses()
         self.matcher = Matcher()
         self._clock = clock
@@ -216,7 +219,7 @@ class Pipeline:
         self._events.answered("models")
         if self._request_log is not None:
             self._request_log.answered(flight, path_of(headers))
-        return Answer(200, generation.models_body, reason="models")
+        return Answer(200, generation.models_body(flight.tenant), reason="models")
 
     def _found(
         self, plan: Plan, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
@@ -266,11 +269,16 @@ class Pipeline:
         """Choose and commit, with nothing in between."""
         target, request = plan.target, plan.request
         placement = self._fleet.placements[target.pool.name]
+        over_quota = self._charge(flight, placement, request)
+        if over_quota is not None:
+            return over_quota
         now_s = self._clock()
         decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
         chosen_at = perf_counter()
         self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
+            if self._quotas is not None:
+                self._quotas.refund(flight)
             return replace(_no_ready_endpoint(target, decision), asked_model=request.asked_model)
         flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
         if plan.response_id is not None:
@@ -288,6 +296,13 @@ class Pipeline:
             target.list_for_all,
             plan.remove_headers + generation.hidden_headers,
         )
+
+    def _charge(self, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
+        """Take what the request is predicted to use from its tenant's quota; a refusal where that is used up."""
+        if self._quotas is None:
+            return None
+        refusal = self._quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
+        return None if refusal is None else replace(refusal, asked_model=request.asked_model)
 
     def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:
         """Count and log the decision."""

@@ -98,6 +98,10 @@ def _anthropic_error(refusal: Refusal) -> dict[str, object]:
 _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
     Reason.WRONG_CREDENTIALS: "invalid_api_key",
+    Reason.QUOTA_REQUESTS: "rate_limit_exceeded",
+    Reason.QUOTA_TOKENS: "rate_limit_exceeded",
+    Reason.QUOTA_CONCURRENCY: "rate_limit_exceeded",
+    Reason.QUOTA_BUDGET: "insufficient_quota",
 }
 """Codes that OpenAI's clients know by name; elsewhere the code is our reason."""
 

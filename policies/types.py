@@ -90,6 +90,10 @@ class Reason(StrEnum):
     BODY_TOO_LARGE = "body_too_large"
     NO_READY_ENDPOINT = "no_ready_endpoint"
     TOO_MANY_REQUESTS = "too_many_requests"
+    QUOTA_REQUESTS = "quota_requests"
+    QUOTA_TOKENS = "quota_tokens"
+    QUOTA_CONCURRENCY = "quota_concurrency"
+    QUOTA_BUDGET = "quota_budget"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
 

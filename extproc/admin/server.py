@@ -51,6 +51,9 @@ class Operations(Protocol):
     async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
 
+    def tenants(self) -> dict[str, Any]:
+        """What each tenant seen of late has running, has left and has spent."""
+
     def profiles(self) -> dict[str, Any]:
         """What each pool's model turned out to cost."""
 
@@ -115,6 +118,7 @@ class AdminServer:
         app.router.add_get("/v1/refusals", self._refusals)
         app.router.add_post("/v1/explain", self._explain)
         app.router.add_get("/v1/profiles", self._profiles)
+        app.router.add_get("/v1/tenants", self._tenants)
         app.router.add_get("/v1/config", self._config)
         app.router.add_post("/v1/endpoints/{endpoint:[^/]+}:{verb:drain|undrain}", self._drain)
         return app
@@ -141,6 +145,9 @@ class AdminServer:
         """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
         path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
         return await self._told(await self._operations.explain(path, await request.read(), tenant))
+
+    async def _tenants(self, _request: web.Request) -> web.Response:
+        return await self._told({"tenants": self._operations.tenants()})
 
     async def _profiles(self, _request: web.Request) -> web.Response:
         return await self._told({"profiles": self._operations.profiles()})

@@ -97,12 +97,33 @@ class Generation:
         ours = access.takes_keys or access.jwt is not None
         return CREDENTIAL_HEADERS if ours and not access.forward_credentials else ()
 
+    def sees(self, tenant: str | None, target: Target) -> bool:
+        """Whether a pool exists for this tenant."""
+        pools = self._pools_seen_by(tenant)
+        return pools is None or target.pool.name in pools
+
+    def _pools_seen_by(self, tenant: str | None) -> tuple[str, ...] | None:
+        tenants = self.config.tenants
+        return None if tenants is None or tenant is None else tenants.of(tenant).pools
+
+    def models_body(self, tenant: str | None = None) -> bytes:
+        """The answer to GET /v1/models: every model and alias that a tenant sees, in OpenAI's form."""
+        pools = self._pools_seen_by(tenant)
+        body = self._models_bodies.get(pools)
+        if body is None:
+            body = self._models_bodies[pools] = self._models_body(pools)
+        return body
+
     @cached_property
-    def models_body(self) -> bytes:
-        """The answer to GET /v1/models: every model and alias, in OpenAI's form."""
+    def _models_bodies(self) -> dict[tuple[str, ...] | None, bytes]:
+        """By the pools seen, of which there are as many sets as the config writes down."""
+        return {}
+
+    def _models_body(self, pools: tuple[str, ...] | None) -> bytes:
         created = int(time.time())
         entries = [
             {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
             for name, target in self.targets.items()
+            if pools is None or target.pool.name in pools
         ]
         return msgspec.json.encode({"object": "list", "data": entries})

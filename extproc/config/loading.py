@@ -137,7 +137,7 @@ def _check_policies(config: Config, source: str) -> None:
 
 def _with_absolute_files(config: Config, folder: Path) -> Config:
     """Resolve file names against the config file's folder, so that the working directory does not matter."""
-    pools = tuple(_with_absolute_endpoints(pool, folder) for pool in config.pools)
+    pools = tuple(_with_absolute_tokenizer(_with_absolute_endpoints(pool, folder), folder) for pool in config.pools)
     listen = config.listen.model_copy(
         update={name: _with_absolute_pems(getattr(config.listen, name), folder) for name in ("tls", "http_tls")}
     )

@@ -516,6 +516,53 @@ class Access(Model):
         return self.takes_keys, self.jwt, self.tenant_header, self.forward_credentials
 
 
+Amount = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+class Rate(Model):
+    """A bucket that fills with `per_s` a second, up to `burst`."""
+
+    per_s: Amount
+    burst: Amount | None = Field(None, description="at once; none: what ten seconds bring, and one at least")
+
+    @property
+    def most(self) -> float:
+        """What the bucket holds."""
+        return max(10 * self.per_s, 1.0) if self.burst is None else self.burst
+
+
+class Budget(Model):
+    """Tokens per period; periods are counted from 1970-01-01 in UTC, so those of a day begin at midnight."""
+
+    tokens: Amount
+    period_s: Amount = 86_400
+
+
+class Quota(Model):
+    """What one tenant may take; what is not given is not limited."""
+
+    requests: Rate | None = None
+    tokens: Rate | None = Field(None, description="of prompts and answers, cached or not")
+    concurrency: Positive | None = Field(None, description="requests at once")
+    budget: Budget | None = None
+    may_borrow: bool = Field(False, description="take from `tenants.spare` when its own `tokens` are used up")
+    pools: Annotated[tuple[Name, ...], Field(min_length=1)] | None = Field(
+        None, description="the pools it sees; the models of others do not exist for it. None: all"
+    )
+
+
+class Tenants(Model):
+    """Quotas by tenant. Who a request's tenant is, `access` says."""
+
+    default: Quota = Field(Quota(), description="of each tenant that is not named")
+    named: dict[TenantName, Quota] = Field(default_factory=dict)
+    spare: Rate | None = Field(None, description="tokens for those that may borrow")
+
+    def of(self, tenant: str) -> Quota:
+        """One tenant's quota."""
+        return self.named.get(tenant, self.default)
+
+
 class Wire(Model):
     """How we talk to Envoy."""
 
@@ -605,6 +652,7 @@ class Limits(Model):
     senses_buffer_bytes: Positive = Field(
         8 * 1024 * 1024, description="reports of the senses that wait to be taken; figures beyond it are dropped"
     )
+    tenants: Positive = Field(10_000, description="whose quotas' state is kept; above it the longest unseen is forgotten")
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 
@@ -677,6 +725,7 @@ class Config(Model):
     pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
     routing: Routing = Routing()
     access: Access = Access()
+    tenants: Tenants | None = Field(None, description="needs `access`")
     wire: Wire = Wire()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
@@ -703,6 +752,18 @@ class Config(Model):
         binds = [pool.precise.events.bind for pool in self.pools if pool.precise and pool.precise.events.bind]
         _refuse_twice("prefix_index.precise.events.bind", binds)
         _refuse_twice("model or alias", [name for pool in self.pools for name in (*pool.models, *pool.aliases)])
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_can_be_told_apart(self) -> Self:
+        if self.tenants is None:
+            return self
+        if not self.access.guarded:
+            raise ValueError("tenants: without `access` no request has a tenant, and no quota would ever apply")
+        pools = {pool.name for pool in self.pools}
+        for where, quota in (("default", self.tenants.default), *self.tenants.named.items()):
+            if unknown := sorted(set(quota.pools or ()) - pools):
+                raise ValueError(f"tenants: {where} sees pool {unknown[0]!r}; there are: {sorted(pools)}")
         return self
 
     @model_validator(mode="after")

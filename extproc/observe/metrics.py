@@ -67,6 +67,9 @@ class Metrics:
         self._completions = self._counter("completions", "Finished requests by outcome", "pool", "outcome")
         self._ttft = self._histogram("ttft_seconds", "First body byte from the engine", _TTFT_BUCKETS_S, "pool")
         self._duration = self._histogram("request_seconds", "Whole request", _DURATION_BUCKETS_S, "pool")
+        self._tenant_tokens = self._counter(
+            "tenant_tokens", "Tokens charged to tenants; those not named are one", "tenant", "source"
+        )
         self._tokens = self._counter("usage_tokens", "Tokens as the engines report them", "pool", "kind")
 
     def _wire(self) -> None:
@@ -216,6 +219,10 @@ class Metrics:
         if predicted_tokens or found_tokens:
             self._child(self._predicted_tokens, pool).inc(predicted_tokens)
             self._child(self._found_tokens, pool).inc(found_tokens)
+
+    def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
+        """A tenant's request was settled: by what its engine said, or by what was predicted of it."""
+        self._child(self._tenant_tokens, tenant, "estimate" if estimated else "usage").inc(tokens)
 
     # -- wire
 

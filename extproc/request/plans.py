@@ -61,8 +61,13 @@ class Plan:
 
 
 def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    """Read the request. A Refusal for one that leads nowhere."""
-    return _READERS[incoming.api.model_in](generation, stored, incoming)
+    """Read the request. A Refusal for one that leads nowhere, or where its tenant sees nothing."""
+    plan = _READERS[incoming.api.model_in](generation, stored, incoming)
+    if isinstance(plan, Refusal) or generation.sees(incoming.tenant, plan.target):
+        return plan
+    if incoming.api.model_in is ModelIn.PATH:
+        return unknown_path(path_of(incoming.headers))
+    return _unknown_model(plan.request.asked_model)
 
 
 # -- a body that names its model

@@ -14,6 +14,7 @@ from typing import Protocol
 from extproc.fleet.fleet import Fleet
 from extproc.precise import Matcher
 from extproc.senses.messages import (
+    Exported,
     FellSilent,
     FromSenses,
     Heard,
@@ -82,6 +83,9 @@ class Inbox:
         """Pass one message on."""
         if isinstance(message, Scraped):
             self._scraped(message)
+        elif isinstance(message, Exported):
+            self._events.exported(ok=message.gpus is not None)
+            self._fleet.exported(message.address, message.gpus)
         elif isinstance(message, Heard):
             self._heard(message)
         elif isinstance(message, FellSilent):

@@ -97,18 +97,6 @@ class _Bucket:
 _ROUNDING = 1e-9
 
 
-@dataclass(slots=True)
-class Charge:
-    """What one request has taken; hangs on its flight, and is settled once."""
-
-    tenant: str
-    tokens: float
-    since_s: float
-    borrowed: bool = False
-    period: int = 0
-    settled: bool = False
-
-
 class _Mean:
     """The mean of the last ten or so."""
 
@@ -132,6 +120,28 @@ class _Account:
     period: int = 0
     spent: float = 0.0
     duration_s: _Mean = field(default_factory=_Mean)
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one request has taken; it hangs on its flight.
+
+    `ended` when the request is over, settled when its usage is known; each counts once.
+    """
+
+    account: _Account
+    tokens: float
+    since_s: float
+    borrowed: bool
+    period: int
+    running: bool = True
+    settled: bool = False
+
+    def ended(self) -> None:
+        """Give its place among the tenant's running requests back."""
+        if self.running:
+            self.running = False
+            self.account.running -= 1
 
 
 class Tenants:
@@ -170,24 +180,34 @@ class Tenants:
         account.running += 1
         if account.requests is not None:
             account.requests.take(1.0, now_s)
-        charge = Charge(tenant, tokens, now_s, borrowed=borrows, period=account.period)
-        self._take_tokens(account, charge, tokens, now_s)
+        charge = Charge(account, tokens, now_s, borrows, account.period)
+        self._take_tokens(charge, tokens, now_s)
         return charge
 
     def settle(self, charge: Charge, used_tokens: float, now_s: float) -> None:
         """The request is over and has used so much."""
-        account = self._give_back(charge)
-        if account is not None:
-            account.duration_s.saw(now_s - charge.since_s)
-            self._take_tokens(account, charge, used_tokens - charge.tokens, now_s)
+        if self._settles(charge):
+            charge.account.duration_s.saw(now_s - charge.since_s)
+            self._take_tokens(charge, used_tokens - charge.tokens, now_s)
 
     def refund(self, charge: Charge, now_s: float) -> None:
         """The request came to nothing, and not by its client's doing: it has cost nothing."""
-        account = self._give_back(charge)
-        if account is not None:
-            self._take_tokens(account, charge, -charge.tokens, now_s)
-            if account.requests is not None:
-                account.requests.take(-1.0, now_s)
+        if self._settles(charge):
+            self._take_tokens(charge, -charge.tokens, now_s)
+            if charge.account.requests is not None:
+                charge.account.requests.take(-1.0, now_s)
+
+    def describe(self, now_s: float) -> dict[str, dict[str, float | None]]:
+        """What each tenant seen of late has running, has left and has spent."""
+        return {
+            tenant: {
+                "running": account.running,
+                "requests_left": _left(account.requests, now_s),
+                "tokens_left": _left(account.tokens, now_s),
+                "budget_spent_tokens": account.spent if account.spec.budget_tokens is not None else None,
+            }
+            for tenant, account in self._accounts.items()
+        }
 
     def running(self, tenant: str) -> int:
         """How many of his requests are admitted and not over."""
@@ -218,22 +238,20 @@ class Tenants:
             self._spare = _Bucket(self._spare_rate, now_s)
         return not self._spare.wait_s(tokens, now_s)
 
-    def _take_tokens(self, account: _Account, charge: Charge, tokens: float, now_s: float) -> None:
+    def _take_tokens(self, charge: Charge, tokens: float, now_s: float) -> None:
+        account = charge.account
         bucket = self._spare if charge.borrowed else account.tokens
         if bucket is not None:
             bucket.take(tokens, now_s)
         if charge.period == account.period:  # what was admitted in an earlier period has been counted there
             account.spent = max(account.spent + tokens, 0.0)
 
-    def _give_back(self, charge: Charge) -> _Account | None:
-        """Its place among the tenant's running requests; None if it was settled before, or nobody remembers."""
-        if charge.settled:
-            return None
-        charge.settled = True
-        account = self._accounts.get(charge.tenant)
-        if account is not None:
-            account.running -= 1
-        return account
+    @staticmethod
+    def _settles(charge: Charge) -> bool:
+        """Whether this is the one time; its place is given back with it, if it was not before."""
+        charge.ended()
+        first, charge.settled = not charge.settled, True
+        return first
 
     def _account(self, tenant: str, now_s: float) -> _Account:
         account = self._accounts.get(tenant)
@@ -266,6 +284,11 @@ class Tenants:
         if account.spec.tokens != spec.tokens:
             account.tokens = None
         account.spec = spec
+
+
+def _left(bucket: _Bucket | None, now_s: float) -> float | None:
+    """What a bucket holds; less than nothing if it is in debt."""
+    return None if bucket is None else round(bucket.level(now_s), 3)
 
 
 def _bucket(rate: Rate | None, now_s: float) -> _Bucket | None:

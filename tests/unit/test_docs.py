@@ -32,6 +32,13 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 # -- docs/configuration.md
 
+_TOLD_AT = {
+    "tenants.named": "tenants.default",
+    "tenants.spare": "tenants.default.requests",
+    "tenants.default.tokens": "tenants.default.requests",
+}
+"""Sections that are like another, and told there."""
+
 
 @dataclass(frozen=True)
 class Field:
@@ -58,7 +65,8 @@ def _fields(section: Any, path: str = "") -> Iterator[Field]:
         place = f"{path} ({_kind(section)})" if name in _own_fields(section) else path
         yield Field(place, name, _shown(default))
         for suffix, inner in _sections_in(annotation):
-            yield from _fields(inner, f"{path}.{name}{suffix}".lstrip("."))
+            inside = f"{path}.{name}{suffix}".lstrip(".")
+            yield from _fields(inner, _TOLD_AT.get(inside, inside))
 
 
 def _kind(section: Any) -> str:

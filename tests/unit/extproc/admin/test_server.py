@@ -54,6 +54,10 @@ class Operations:
         self.asked.append(("refusals", limit))
         return [{"reason": "empty_body"}]
 
+    def tenants(self) -> dict[str, Any]:
+        """One tenant."""
+        return {"acme": {"running": 2}}
+
     def profiles(self) -> dict[str, Any]:
         """Operations."""
         return {"chat": {"prefill_tokens_per_s": 5.0}}
@@ -306,6 +310,7 @@ async def test_a_page_of_another_origin_is_refused(house: House) -> None:
 
 async def test_what_was_learned_can_be_carried_over(house: House) -> None:
     """`pointsman profiles` prints it as a config has it."""
+    assert await house.ask("GET", "/v1/tenants") == (200, {"tenants": {"acme": {"running": 2}}})
     assert await house.ask("GET", "/v1/profiles") == (200, {"profiles": {"chat": {"prefill_tokens_per_s": 5.0}}})
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["profiles", "--admin", house.admin])
     assert yaml.safe_load(printed.output) == {"pools": [{"name": "chat", "hardware": {"prefill_tokens_per_s": 5.0}}]}

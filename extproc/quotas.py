@@ -1,0 +1,114 @@
+"""Tenants' quotas for live requests: the wall clock, refusals in words, and which outcome costs what.
+
+Not here: the accounts themselves (policies/admission/tenants.py) and who a tenant is (extproc/access). The wall clock,
+so that a budget's period begins at midnight and not when we were started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from extproc.config import schema
+from extproc.flight import Flight, Usage
+from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
+from policies.types import Reason, Refusal
+
+_REASONS = {
+    Quota.REQUESTS: (Reason.QUOTA_REQUESTS, "rate_limit_error", "sent more requests than its rate allows"),
+    Quota.TOKENS: (Reason.QUOTA_TOKENS, "rate_limit_error", "asked for more tokens than its rate allows"),
+    Quota.CONCURRENCY: (Reason.QUOTA_CONCURRENCY, "rate_limit_error", "as many requests at once as it may have"),
+    Quota.BUDGET: (Reason.QUOTA_BUDGET, "insufficient_quota", "used up its budget of tokens"),
+}
+_LONGEST_RETRY_S = 86_400.0
+_UNDONE = frozenset({"endpoint_failed", "no_known_address", "no_answer"})
+"""Outcomes of which the client had nothing and that were not of his making."""
+_OTHERS = ""
+"""The label of tenants that the config does not name: their number has no bound."""
+
+
+class QuotaEvents(Protocol):
+    """Who counts what tenants use."""
+
+    def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
+        """A request of a tenant was settled."""
+
+
+class Quotas:
+    """Admits requests of tenants, and settles what they have cost."""
+
+    def __init__(self, config: schema.Config, events: QuotaEvents, wall_clock: Callable[[], float]) -> None:
+        self._events = events
+        self._wall_clock = wall_clock
+        self._tenants = Tenants({}, QuotaSpec(), most_tenants=config.limits.tenants)
+        self.configure(config)
+
+    def configure(self, config: schema.Config) -> None:
+        """Use new limits; what runs and what was spent stays."""
+        self._config = config.tenants
+        tenants = config.tenants or schema.Tenants()
+        specs = {name: _spec(quota) for name, quota in tenants.named.items()}
+        self._tenants.configure(specs, _spec(tenants.default), spare=_rate(tenants.spare))
+
+    def admit(self, flight: Flight, tokens: float) -> Refusal | None:
+        """Let a request of so many predicted tokens in, and hang its charge on its flight; or refuse it."""
+        if self._config is None or flight.tenant is None:
+            return None
+        admitted = self._tenants.admit(flight.tenant, tokens, self._wall_clock())
+        if isinstance(admitted, OverQuota):
+            return _refusal(flight.tenant, admitted)
+        flight.charge = admitted
+        return None
+
+    def describe(self) -> dict[str, dict[str, float | None]]:
+        """What each tenant seen of late has running, has left and has spent; for the admin API."""
+        return self._tenants.describe(self._wall_clock())
+
+    def refund(self, flight: Flight) -> None:
+        """The request went nowhere."""
+        if flight.charge is not None:
+            self._tenants.refund(flight.charge, self._wall_clock())
+
+    def settle(self, flight: Flight, outcome: str, usage: Usage | None) -> None:
+        """The request is over; `usage` as the engine reports it, if it does."""
+        charge = flight.charge
+        if charge is None or charge.settled:
+            return
+        if outcome in _UNDONE:
+            self._tenants.refund(charge, self._wall_clock())
+        elif usage is not None:
+            self._settle(flight, charge, usage.prompt_tokens + usage.completion_tokens, estimated=False)
+        elif outcome == "client_error":
+            self._settle(flight, charge, 0.0, estimated=False)  # the engine refused it before it computed anything
+        else:
+            self._settle(flight, charge, charge.tokens, estimated=True)
+
+    def _settle(self, flight: Flight, charge: Charge, tokens: float, *, estimated: bool) -> None:
+        self._tenants.settle(charge, tokens, self._wall_clock())
+        tenant = flight.tenant or _OTHERS
+        named = self._config is not None and tenant in self._config.named
+        self._events.tenant_used(tenant if named else _OTHERS, tokens, estimated=estimated)
+
+
+def _refusal(tenant: str, over: OverQuota) -> Refusal:
+    reason, kind, what = _REASONS[over.quota]
+    retry_after_s = math.ceil(min(max(over.retry_after_s, 1.0), _LONGEST_RETRY_S))
+    message = f"tenant {tenant} has {what}; try again in {retry_after_s} s"
+    return Refusal(429, kind, message, reason, retry_after_s=retry_after_s)
+
+
+def _spec(quota: schema.Quota) -> QuotaSpec:
+    budget = quota.budget or schema.Budget(tokens=1)
+    return QuotaSpec(
+        requests=_rate(quota.requests),
+        tokens=_rate(quota.tokens),
+        concurrency=quota.concurrency,
+        budget_tokens=None if quota.budget is None else budget.tokens,
+        budget_period_s=budget.period_s,
+        may_borrow=quota.may_borrow,
+    )
+
+
+def _rate(rate: schema.Rate | None) -> Rate | None:
+    return None if rate is None else Rate(rate.per_s, rate.most)
