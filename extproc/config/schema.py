@@ -652,7 +652,9 @@ class Limits(Model):
     senses_buffer_bytes: Positive = Field(
         8 * 1024 * 1024, description="reports of the senses that wait to be taken; figures beyond it are dropped"
     )
-    tenants: Positive = Field(10_000, description="whose quotas' state is kept; above it the longest unseen is forgotten")
+    tenants: Positive = Field(
+        10_000, description="whose quotas' state is kept; above it the longest unseen is forgotten"
+    )
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 
