@@ -9,8 +9,9 @@ engine's capacity and limits, and step times that a warm-up measures.
 Concurrency makes no two runs alike, on the real side either. What is done about it: a fixed number of clients, each
 sending the next request of one list as soon as it has its answer, and the first ones started one after the other. So
 the order in which requests are sent is the same, and when one is sent hangs on the engine's own progress, not on a
-clock. Answers are as long as asked for; the next turn repeats the engine's own answer token by token, so texts differ
-between the two engines and lengths do not.
+clock; and there are so many clients that the queue hardly ever empties: a request a step late changes nothing. Answers
+are as long as asked for; the next turn repeats the engine's own answer token by token, so texts differ between the two
+engines and lengths do not.
 
 It does not say that the simulator's times are right for any GPU, and judges no policy.
 """
@@ -41,6 +42,8 @@ from vllm_adapters.simulator.server import SimulatedServer
 from vllm_adapters.simulator.text import TOKEN_BYTES
 
 MODEL = "mid"
+CLIENTS = 14
+"""More than twice the sequences that run."""
 _VOCABULARY = range(300, 600)
 """Ids that stand for words in the model that tests/engine/make_model.py makes."""
 _SAMPLE_S = 0.1
@@ -48,7 +51,7 @@ _BETWEEN_STARTS_S = 0.05
 """From one client's first request to the next one's, so that they arrive in order."""
 _PATIENCE_S = 120.0
 _WARM_UP_TOKENS = (64, 256, 448)
-_WARM_UP_ROUNDS = 3
+_WARM_UP_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +401,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="how many slices")] = 3,
     requests: Annotated[int, typer.Option(min=8, help="of one slice")] = 80,
-    clients: Annotated[int, typer.Option(min=1, help="requests under way")] = 9,
+    clients: Annotated[int, typer.Option(min=1, help="requests under way")] = CLIENTS,
     blocks: Annotated[int, typer.Option(min=16, help="KV cache, in blocks of 32 tokens")] = Limits().blocks,
     trace: Annotated[
         str | None, typer.Option(help="a trace to take requests from, as `pointsman replay` reads")

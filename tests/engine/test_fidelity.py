@@ -16,7 +16,7 @@ import pytest
 from harness import free_ports
 from real_engines import SETTINGS, Vllm, model, python_with_vllm
 
-from benchmarks.fidelity import MODEL, Limits, compare, conversations, table, vllm_options
+from benchmarks.fidelity import CLIENTS, MODEL, Limits, compare, conversations, table, vllm_options
 from vllm_adapters.simulator.engine import Engine
 from vllm_adapters.simulator.text import block_hashes, render_token_ids
 
@@ -124,9 +124,9 @@ def small_vllm(tmp_path: Path) -> Iterator[Vllm]:
 
 
 def test_as_many_tokens_are_found_cached_as_in_vllm(small_vllm: Vllm) -> None:
-    """Nine clients on a cache for a few of 12 conversations: hits within 2 %, for most requests to the token."""
+    """Many clients on a cache for a few of 12 conversations: hits within 2 %, for most requests to the token."""
     slices = {11: conversations(48, 11)}
-    (found,) = asyncio.run(compare(f"http://{small_vllm.address}", Limits(), slices, clients=9))
+    (found,) = asyncio.run(compare(f"http://{small_vllm.address}", Limits(), slices, clients=CLIENTS))
     print(table([found]))
     real, simulated = found.real.series, found.simulated.series
     assert real.grown("preemptions") + simulated.grown("preemptions") > 0
