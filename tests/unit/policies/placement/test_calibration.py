@@ -179,6 +179,8 @@ def test_what_others_are_just_bringing_is_not_promised() -> None:
     hashes, tokens = list(range(20)), [BLOCK] * 20
     engine.index.insert(SLOT, hashes, tokens, 0.0)
     engine.index.pin(SLOT, hashes[:10], tokens[:10])
+    assert engine.calibration.promise(SLOT, hashes, tokens, 0.5) is None  # before the first answer
+    engine.calibration.answered(SLOT, None, 1.0)
     promise = engine.calibration.promise(SLOT, hashes, tokens, 1.0)
     assert promise is not None
     assert (promise.pinned_tokens, sum(part for _, part in promise.parts)) == (10 * BLOCK, 10 * BLOCK)
@@ -193,6 +195,8 @@ def test_promises_are_noted_a_few_times_a_second() -> None:
     engine = Engine(REPORTED)
     hashes, tokens = [1, 2, 3], [BLOCK] * 3
     engine.index.insert(SLOT, hashes, tokens, 0.0)
+    engine.calibration.promise(SLOT, hashes, tokens, 0.0)
+    engine.calibration.answered(SLOT, None, 1.0)
     promises = [engine.calibration.promise(SLOT, hashes, tokens, 1.0 + 0.001 * turn) for turn in range(100)]
     assert 4 <= sum(promise is not None for promise in promises) <= 6
     assert engine.calibration.promise(SLOT, [1], [100], 9.0) is None
