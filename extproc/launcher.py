@@ -196,7 +196,8 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _KILL_AFTER_S)
+            async with asyncio.timeout(_KILL_AFTER_S):
+                await process.wait()
         except TimeoutError:
             log.warning("did not stop in time, killing", child=self.name)
             with contextlib.suppress(ProcessLookupError):
@@ -285,7 +286,8 @@ class Launcher:
     async def _pause(self, seconds: float) -> None:
         """Wait, but not beyond the beginning of the end."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _announce(self) -> None:
         """Say so when requests can be served: our own Envoy is live once it knows its clusters.

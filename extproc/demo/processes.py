@@ -111,7 +111,8 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()

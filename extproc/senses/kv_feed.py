@@ -460,7 +460,8 @@ class KvFeed:
 def _from(queue: asyncio.Queue[Batch]) -> Receive:
     async def receive(within_s: float | None) -> Batch | None:
         try:
-            return await asyncio.wait_for(queue.get(), within_s)
+            async with asyncio.timeout(within_s):
+                return await queue.get()
         except TimeoutError:
             return None
 

@@ -219,7 +219,9 @@ class _Line(asyncio.Protocol):
         with contextlib.suppress(TimeoutError):
             while not self._lost:
                 self._heard.clear()
-                await asyncio.wait_for(self._heard.wait(), _HANGS_AFTER_S)
+                # not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for comes just then
+                async with asyncio.timeout(_HANGS_AFTER_S):
+                    await self._heard.wait()
             return
         log.error("senses are silent, killing them", silent_s=_HANGS_AFTER_S)
 

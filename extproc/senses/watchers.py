@@ -151,7 +151,8 @@ class Watcher:
         self._answered = ok
         self._report(probed)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._probe_now.wait(), self.pace.probe_interval_ms / 1000)
+            async with asyncio.timeout(self.pace.probe_interval_ms / 1000):
+                await self._probe_now.wait()
 
     async def _probe(self) -> Probed:
         if self.target.grpc:
@@ -203,7 +204,8 @@ class Watcher:
         self._report(Scraped(self._address, figures, spare=self._listener.live))
         self._failed_scrapes = 0 if figures is not None else self._failed_scrapes + 1
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._scrape_now.wait(), self._pause_s(self._failed_scrapes))
+            async with asyncio.timeout(self._pause_s(self._failed_scrapes)):
+                await self._scrape_now.wait()
 
     def _pause_s(self, failures: int) -> float:
         pace = self.pace
