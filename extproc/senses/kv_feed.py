@@ -361,7 +361,9 @@ class KvFeed:
                 self._waiting.pop((endpoint, rank), None)
 
     def _run(self, endpoint: str, places: Places, running: dict[tuple[int, Place], asyncio.Task[None]]) -> None:
-        wanted = set(places.items())
+        wanted = {(rank, place) for rank, place in places.items() if self._events.bind or place.events is not None}
+        if not wanted:
+            log.warning("engine does not say where its KV events are, nor does the config", endpoint=endpoint)
         for gone in running.keys() - wanted:
             running.pop(gone).cancel()
         self._index.keep_ranks(endpoint, places)

@@ -15,6 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from extproc.senses.kv_feed import KvFeed, Place, Reader, Step, places_configured, places_told
 from extproc.senses.messages import KvEvents
@@ -373,6 +374,15 @@ async def test_what_is_no_event_is_counted_and_does_no_harm() -> None:
         await _say_until(engine, lambda: rig.holds(1, 2) == 2)
         assert rig.feed.counts["bad"] == 1
     await engine.stop()
+
+
+async def test_an_engine_without_events_stays_blind() -> None:
+    """It does not say where they are, nor does the config; nothing is tried at random."""
+    async with _rig(KvEvents(), {}) as rig:
+        with capture_logs() as logs:
+            await _until(lambda: bool(logs))
+        assert [entry["log_level"] for entry in logs] == ["warning"]
+        assert not rig.known
 
 
 async def test_an_endpoint_that_leaves_is_forgotten() -> None:

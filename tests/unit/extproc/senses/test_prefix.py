@@ -1,0 +1,186 @@
+"""Matches answered in the senses: tokens of our own or of an engine's, and reasons where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from extproc.senses.messages import Index, Indexed, KvEvents, Match, Matched, PreciseOf, Scraped
+from extproc.senses.prefix import Prefixes
+from policies.placement.precise_index import Stored
+from vllm_adapters.kv_events import token_bytes
+from vllm_adapters.metrics import EngineFigures
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps({"messages": [{"role": "user", "content": "a b"}]}).encode()
+
+
+class Engine:
+    """Answers what it is told to, and counts what it is asked. `renders`: as vLLM does where that is enabled."""
+
+    def __init__(self, *, renders: bool, status: int = 200) -> None:
+        self.asked: list[str] = []
+        self._renders, self._status = renders, status
+
+    def app(self) -> web.Application:
+        """Its HTTP."""
+        app = web.Application()
+        app.router.add_post(CHAT + "/render", self._render)
+        app.router.add_post("/tokenize", self._tokenize)
+        return app
+
+    async def _render(self, _: web.Request) -> web.Response:
+        self.asked.append("render")
+        return web.json_response({"token_ids": [1, 2, 3]}, status=200 if self._renders else 403)
+
+    async def _tokenize(self, _: web.Request) -> web.Response:
+        self.asked.append("tokenize")
+        return web.json_response({"tokens": [1, 2, 3]}, status=self._status)
+
+
+class Rig:
+    """Indexes of one pool over one endpoint."""
+
+    def __init__(self, endpoint: str, tokenizer: Path | None) -> None:
+        self.endpoint = endpoint
+        self.said: asyncio.Queue[Matched | Indexed] = asyncio.Queue()
+        self.prefixes = Prefixes(self.said.put_nowait)
+        folder = None if tokenizer is None else str(tokenizer)
+        tiers = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
+        self.spec = PreciseOf("p", [endpoint], KvEvents(), folder, 10, tiers, 100, 5_000)
+        self.prefixes.order(Index([self.spec]))
+        self.pool = self.prefixes._pools["p"]
+
+    async def ask(self, body: bytes = BODY, path: str = CHAT, pool: str = "p") -> Matched:
+        """One question and its answer."""
+        self.prefixes.match(Match(7, pool, path, body))
+        answer = await asyncio.wait_for(self.said.get(), 30)
+        assert isinstance(answer, Matched)
+        assert answer.number == 7
+        return answer
+
+
+@asynccontextmanager
+async def _rig(engine: Engine, tokenizer: Path | None = None) -> AsyncIterator[Rig]:
+    async with TestServer(engine.app()) as server:
+        rig = Rig(f"{server.host}:{server.port}", tokenizer)
+        yield rig
+        await rig.prefixes.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer of two words."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))  # noqa: S106 - no secret
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ messages[0].content }} ?"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return tmp_path
+
+
+def _holds(rig: Rig, *tokens: int) -> None:
+    rig.pool.index.forget(rig.endpoint, 0, empty=True)
+    rig.pool.index.apply(rig.endpoint, 0, [Stored(list(tokens), None, token_bytes(tokens), 1)])
+
+
+async def test_a_prompt_is_matched_in_tokens_of_our_own(folder: Path) -> None:
+    """No engine is asked; the last token is computed in any case."""
+    engine = Engine(renders=True)
+    async with _rig(engine, folder) as rig:
+        assert rig.pool._loading is not None
+        await rig.pool._loading
+        _holds(rig, 1, 2, 0)
+        assert await rig.ask() == Matched(7, 3, {rig.endpoint: 2})
+        assert engine.asked == []
+
+
+async def test_an_engine_that_renders_is_asked_to() -> None:
+    """Which is exact, and one question."""
+    engine = Engine(renders=True)
+    async with _rig(engine) as rig:
+        _holds(rig, 1)
+        assert await rig.ask() == Matched(7, 3, {rig.endpoint: 1})
+        assert engine.asked == ["render"]
+
+
+async def test_an_engine_that_does_not_render_is_asked_to_tokenize() -> None:
+    """And not to render again."""
+    engine = Engine(renders=False)
+    async with _rig(engine) as rig:
+        assert (await rig.ask()).input_tokens == 3
+        assert (await rig.ask()).input_tokens == 3
+        assert engine.asked == ["render", "tokenize", "tokenize"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "pool", "why"),
+    [
+        (b'{"input": "a"}', "/v1/responses", "p", "other_api"),
+        (b"{", CHAT, "p", "unreadable"),
+        (BODY, CHAT, "another", "not_ready"),
+        (BODY, CHAT, "p", "not_ready"),
+    ],
+)
+async def test_what_cannot_be_matched_is_answered_with_a_reason(body: bytes, path: str, pool: str, why: str) -> None:
+    """An API we cannot follow, a broken body, a pool without an index, an engine that refuses."""
+    async with _rig(Engine(renders=False, status=500)) as rig:
+        assert (await rig.ask(body, path, pool)).why == why
+
+
+async def test_a_folder_without_a_tokenizer_is_answered_with_a_reason(tmp_path: Path) -> None:
+    """It is logged, and the pool goes on without."""
+    async with _rig(Engine(renders=True), tmp_path) as rig:
+        assert rig.pool._loading is not None
+        await rig.pool._loading
+        assert (await rig.ask()).why == "not_ready"
+
+
+async def test_how_an_index_is_gets_reported() -> None:
+    """Blocks, endpoints it is blind for, and what happened since the last time."""
+    async with _rig(Engine(renders=True)) as rig:
+        _holds(rig, 1, 2)
+        rig.pool.index.apply(rig.endpoint, 0, [Stored([9], 8, token_bytes([9]), 1)])
+        rig.prefixes.tell()
+        rig.prefixes.tell()
+        assert await rig.said.get() == Indexed("p", 2, 1, {"orphans": 1})
+        assert await rig.said.get() == Indexed("p", 2, 1, {})
+
+
+async def test_a_restart_in_the_metrics_empties_the_index() -> None:
+    """When the process behind an address is another than before."""
+    async with _rig(Engine(renders=True)) as rig:
+        figures: list[Any] = [EngineFigures(started_at_s=at_s) for at_s in (100.0, 100.0, 200.0)]
+        _holds(rig, 1, 2)
+        for before in figures[:2]:
+            rig.prefixes.scraped(Scraped(rig.endpoint, before))
+        assert len(rig.pool.index) == 2
+        rig.prefixes.scraped(Scraped(rig.endpoint, figures[2]))
+        assert len(rig.pool.index) == 0
+
+
+async def test_endpoints_change_without_losing_the_index() -> None:
+    """Anything else that changes begins it anew; a pool that goes takes its index along."""
+    async with _rig(Engine(renders=True)) as rig:
+        _holds(rig, 1)
+        spec = rig.spec
+        rig.prefixes.order(Index([PreciseOf("p", [*spec.endpoints, "127.0.0.1:9"], *_rest(spec, spec.max_blocks))]))
+        assert rig.prefixes._pools["p"] is rig.pool
+        assert len(rig.pool.index) == 1
+        rig.prefixes.order(Index([PreciseOf("p", spec.endpoints, *_rest(spec, 5))]))
+        assert rig.prefixes._pools["p"] is not rig.pool
+        rig.prefixes.order(Index([]))
+        assert (await rig.ask()).why == "not_ready"
+
+
+def _rest(spec: PreciseOf, max_blocks: int) -> tuple[Any, ...]:
+    return spec.events, spec.tokenizer, spec.cached_texts, spec.tiers, max_blocks, spec.patience_ms
