@@ -507,7 +507,8 @@ class LocalTokenizer:
         with self._lock:
             known = self._cache.get(key)
         if known is None:
-            known = _packed(self._tokenizer.encode(text, add_special_tokens=special).ids)
+            (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            known = _packed(encoded.ids)
             with self._lock:
                 self._cache[key] = known
         return known

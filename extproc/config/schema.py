@@ -331,7 +331,7 @@ class PreciseIndex(Model):
         description="folder with the model's tokenizer, relative to the config file; `engine`: ask the engines"
     )
     events: KvEvents = KvEvents()
-    budget_ms: float = Field(5, gt=0, le=1_000, description="a decision waits no longer for tokens and matches")
+    budget_ms: float = Field(20, gt=0, le=1_000, description="a decision waits no longer for tokens and matches")
     tiers: Tiers = Tiers()
     max_blocks: Positive = Field(200_000, description="kept per engine, the oldest forgotten")
     max_body_bytes: Positive = Field(1024 * 1024, description="larger requests are matched approximately")
