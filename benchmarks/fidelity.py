@@ -21,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -49,7 +51,7 @@ _VOCABULARY = range(300, 600)
 _SAMPLE_S = 0.1
 _BETWEEN_STARTS_S = 0.05
 """From one client's first request to the next one's, so that they arrive in order."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 600.0
 _WARM_UP_TOKENS = (64, 256, 448)
 _WARM_UP_ROUNDS = 5
 
@@ -130,7 +132,7 @@ class Comparison:
     @property
     def difference(self) -> float:
         """Of prefix-hit tokens, the simulator's over the real engine's, minus 1."""
-        return self.simulated.cached_tokens / self.real.cached_tokens - 1
+        return (self.simulated.cached_tokens - self.real.cached_tokens) / max(1, self.real.cached_tokens)
 
     @property
     def agreement(self) -> float:
@@ -412,6 +414,7 @@ def main(
     from harness import free_ports
     from real_engines import Vllm
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped as well
     limits = replace(Limits(), blocks=blocks)
     recorded = read(trace, requests=requests) if trace else None
     slices = {
