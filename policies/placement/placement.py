@@ -141,7 +141,8 @@ class Placement:
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
         reservation.promise = promise
-        self.calibration.promised(slot, decision.chosen_matched_tokens)
+        if request.precise is None:  # else it was the engine's word, and not this index's
+            self.calibration.promised(slot, decision.chosen_matched_tokens)
         self._book(request, reservation, state, now_s)
         return reservation
 

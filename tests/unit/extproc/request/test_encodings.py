@@ -32,7 +32,9 @@ def test_one_byte_too_many_is_too_large(pack: Callable[[bytes], bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"{}", b"\x1f\x8b", gzip.compress(b"x" * 99)[:-1], gzip.compress(b"x") + b"rest", zlib.compress(b"x")[:-2]]
+    "body",
+    [b"{}", b"\x1f\x8b", gzip.compress(b"x" * 99)[:-1], gzip.compress(b"x") + b"rest", zlib.compress(b"x")[:-2]],
+    ids=["no gzip", "a beginning", "cut off", "followed by something", "cut off deflate"],
 )
 def test_broken_bytes_are_corrupt(body: bytes) -> None:
     """Cut off, followed by something else, or nothing of the kind."""
