@@ -2,7 +2,8 @@
 
 Per pool: the index, the feed that keeps it, and where tokens come from. Tokenizing by ourselves runs in two threads,
 since a long prompt takes milliseconds and figures must go on meanwhile. What is asked of an engine goes to one that the
-pool has, in turn; one that does not answer is passed over once.
+pool has, in turn; where that one cannot be reached or fails, the next one is asked, once. One that does not answer in
+time is not followed by another, since that answer would come too late.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ log = structlog.get_logger(__name__)
 _THREADS = 2
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _HTTP_OK = 200
+_NOT_OFFERED = frozenset({403, 404, 405})
+"""What an engine answers that does not render: vLLM 403 unless it is started with --enable-scale-out, others 404."""
+_NOT_UNDERSTOOD = frozenset({400, 422})
+"""What it answers to a request that is not well formed, which any other engine of the pool would answer too."""
+_NO_RENDER_S = 60.0
+_MOST_ASKED = 2
+
+
+class _Silent(Exception):
+    """An engine did not say what was asked; another may."""
 
 
 class _Pool:
@@ -51,7 +62,8 @@ class _Pool:
         self._client = client
         self._threads = threads
         self._turn = count()
-        self._renders = True
+        self._no_render_until_s: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
         self._tokenizer: LocalTokenizer | None = None
         self._loading: asyncio.Task[None] | None = None
         self._told: Counter[str] = Counter()
@@ -62,6 +74,7 @@ class _Pool:
     def watch(self, spec: PreciseOf) -> None:
         """Its endpoints have changed."""
         self.spec = spec
+        self._no_render_until_s = {at: s for at, s in self._no_render_until_s.items() if at in set(spec.endpoints)}
         self.feed.watch(spec.endpoints)
 
     async def _load(self, folder: Path) -> None:
@@ -92,37 +105,62 @@ class _Pool:
         return ready_tokens(asked.path, asked.body) or await self._ask(asked)
 
     async def _ask(self, asked: Match) -> bytes:
-        for path, body in questions(asked.path, asked.body):
-            if path.endswith(RENDER_SUFFIX) and not self._renders:
-                continue
-            answer = await self._answer(path, body)
-            if answer is not None:
-                return answered_tokens(answer)
-            if path.endswith(RENDER_SUFFIX):
-                self._renders = False  # it is off unless asked for, so one that refuses will go on refusing
+        """Ask one engine, and if that one is not there or not well, the next one, once."""
+        for endpoint in self._next_endpoints():
+            try:
+                return await self._ask_one(endpoint, asked)
+            except _Silent as error:
+                self._counts["unanswered"] += 1
+                log.debug("engine does not tokenize", endpoint=endpoint, error=str(error))
         raise Untokenizable(NoTokens.NOT_READY, "no engine answers")
 
-    async def _answer(self, path: str, body: bytes) -> bytes | None:
-        """What an engine answers; None for a refusal."""
-        endpoints = self.spec.endpoints
-        if not endpoints:
-            return None
-        url = f"http://{endpoints[next(self._turn) % len(endpoints)]}{path}"
+    def _next_endpoints(self) -> list[str]:
+        endpoints, turn = self.spec.endpoints, next(self._turn)
+        return [endpoints[(turn + further) % len(endpoints)] for further in range(min(_MOST_ASKED, len(endpoints)))]
+
+    async def _ask_one(self, endpoint: str, asked: Match) -> bytes:
+        for path, body in questions(asked.path, asked.body):
+            renders = path.endswith(RENDER_SUFFIX)
+            if renders and self._asks_in_vain(endpoint):
+                continue
+            status, page = await self._answer(endpoint, path, body)
+            if status == _HTTP_OK:
+                return answered_tokens(page)
+            if renders and status in _NOT_OFFERED:
+                self._counts["no_render"] += 1
+                self._no_render_until_s[endpoint] = asyncio.get_running_loop().time() + _NO_RENDER_S
+                continue
+            if status in _NOT_UNDERSTOOD:
+                raise Untokenizable(NoTokens.UNREADABLE, f"the engine answers {status}")
+            raise _Silent(str(status))
+        raise _Silent("it offers neither question")
+
+    def _asks_in_vain(self, endpoint: str) -> bool:
+        """It has said a while ago that it does not render. It may have been started anew since, with other settings."""
+        return self._no_render_until_s.get(endpoint, 0.0) > asyncio.get_running_loop().time()
+
+    async def _answer(self, endpoint: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """The status that an engine answers, and if it is 200 what it says. Raises _Silent and Untokenizable."""
         timeout = aiohttp.ClientTimeout(total=self.spec.patience_ms / 1000)
-        headers = {"content-type": "application/json"}
+        headers, url = {"content-type": "application/json"}, f"http://{endpoint}{path}"
         try:
             async with self._client.post(url, data=body, headers=headers, timeout=timeout) as answer:
-                page = await answer.content.read(_LARGEST_ANSWER_BYTES) if answer.status == _HTTP_OK else b""
-                while page and not answer.content.at_eof() and len(page) < _LARGEST_ANSWER_BYTES:
+                if answer.status != _HTTP_OK:
+                    return answer.status, b""
+                page = await answer.content.read(_LARGEST_ANSWER_BYTES)
+                while not answer.content.at_eof() and len(page) < _LARGEST_ANSWER_BYTES:
                     page += await answer.content.read(_LARGEST_ANSWER_BYTES - len(page))
-                return page or None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Untokenizable(NoTokens.NOT_READY, repr(error)) from error
+                return _HTTP_OK, page
+        except TimeoutError as error:  # another engine's answer would be too late as well
+            self._counts["unanswered"] += 1
+            raise Untokenizable(NoTokens.NOT_READY, "no answer in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Silent(repr(error)[:200]) from error
 
     def figures(self) -> Indexed:
         """How the index is, and what happened since this was last asked."""
         tally = self.index.tally
-        now = self.feed.counts + Counter(orphans=tally.orphans, odd=tally.odd, evicted=tally.evicted)
+        now = self.feed.counts + self._counts + Counter(orphans=tally.orphans, odd=tally.odd, evicted=tally.evicted)
         since = dict(now - self._told)
         self._told = now
         blind = sum(not self.index.is_known(endpoint) for endpoint in self.spec.endpoints)

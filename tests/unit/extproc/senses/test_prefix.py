@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from extproc.senses import prefix as module
 from extproc.senses.messages import Index, Indexed, KvEvents, Match, Matched, PreciseOf, Scraped
 from extproc.senses.prefix import Prefixes
 from policies.placement.precise_index import Stored
@@ -25,11 +27,15 @@ BODY = json.dumps({"messages": [{"role": "user", "content": "a b"}]}).encode()
 
 
 class Engine:
-    """Answers what it is told to, and counts what it is asked. `renders`: as vLLM does where that is enabled."""
+    """Answers what it is told to, and counts what it is asked. `renders`: as vLLM does where that is enabled.
 
-    def __init__(self, *, renders: bool, status: int = 200) -> None:
+    `refusals`: with what it answers to questions to render, one after the other; after that as it always does.
+    """
+
+    def __init__(self, *, renders: bool, status: int = 200, refusals: tuple[int, ...] = ()) -> None:
         self.asked: list[str] = []
         self._renders, self._status = renders, status
+        self._refusals = list(refusals)
 
     def app(self) -> web.Application:
         """Its HTTP."""
@@ -40,6 +46,8 @@ class Engine:
 
     async def _render(self, _: web.Request) -> web.Response:
         self.asked.append("render")
+        if self._refusals:
+            return web.Response(status=self._refusals.pop(0))
         return web.json_response({"token_ids": [1, 2, 3]}, status=200 if self._renders else 403)
 
     async def _tokenize(self, _: web.Request) -> web.Response:
@@ -120,6 +128,45 @@ async def test_an_engine_that_does_not_render_is_asked_to_tokenize() -> None:
         assert (await rig.ask()).input_tokens == 3
         assert (await rig.ask()).input_tokens == 3
         assert engine.asked == ["render", "tokenize", "tokenize"]
+
+
+@pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
+async def test_one_refusal_does_not_end_rendering(status: int) -> None:
+    """One client's broken body, or an engine that is not well for a moment, says nothing of the next request."""
+    engine = Engine(renders=True, refusals=(status, status))
+    async with _rig(engine) as rig:
+        assert (await rig.ask()).why in {"unreadable", "not_ready"}
+        engine._refusals.clear()
+        assert (await rig.ask()).input_tokens == 3
+        assert engine.asked == ["render", "render"]
+
+
+async def test_an_engine_that_does_not_render_speaks_for_itself_and_for_a_while() -> None:
+    """Another one of the pool renders; and the one that did not is asked again after a minute. Both are counted."""
+    without, engine = Engine(renders=False), Engine(renders=True)
+    async with _rig(without) as rig, TestServer(engine.app()) as second:
+        rig.pool.watch(replace(rig.spec, endpoints=[rig.endpoint, f"{second.host}:{second.port}"]))
+        for _ in range(4):
+            await rig.ask()
+        assert without.asked == ["render", "tokenize", "tokenize"]
+        assert engine.asked == ["render", "render"]
+        assert rig.pool.figures().counts["no_render"] == 1
+        rig.pool._no_render_until_s[rig.endpoint] -= module._NO_RENDER_S
+        await rig.ask()
+        assert without.asked[3:] == ["render", "tokenize"]
+
+
+async def test_the_next_engine_is_asked_where_one_fails() -> None:
+    """One that cannot be reached, and one that answers 503; counted."""
+    failing, engine = Engine(renders=True, refusals=(503,)), Engine(renders=True)
+    async with _rig(failing) as rig, TestServer(engine.app()) as second:
+        good = f"{second.host}:{second.port}"
+        rig.pool.watch(replace(rig.spec, endpoints=[rig.endpoint, good]))
+        assert (await rig.ask()).input_tokens == 3
+        rig.pool.watch(replace(rig.spec, endpoints=[good, "127.0.0.1:9"]))
+        assert (await rig.ask()).input_tokens == 3
+        assert rig.pool.figures().counts["unanswered"] == 2
+        assert failing.asked == ["render"]
 
 
 @pytest.mark.parametrize(
