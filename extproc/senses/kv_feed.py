@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from enum import Enum, auto
 from typing import TypeAlias
@@ -298,6 +298,9 @@ def _port(endpoint: str | None) -> int | None:
 
 # -- one pool
 
+_Running: TypeAlias = dict[tuple[int, Place], asyncio.Task[None]]
+"""What listens to the engines behind one endpoint."""
+
 
 class KvFeed:
     """The events of a pool's engines. `index` is theirs, `client` asks them where their events come out."""
@@ -308,18 +311,19 @@ class KvFeed:
         self._index = index
         self._client = client
         self._followers: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, _Running] = {}
         self._sources: dict[tuple[str, int], Source] = {}
         self._waiting: dict[tuple[str, int], asyncio.Queue[Batch]] = {}
         self._bound: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, endpoints: Iterable[str]) -> None:
         """Listen to exactly these."""
         wanted = set(endpoints)
         if self._events.bind is not None and self._bound is None:
-            self._bound = asyncio.create_task(self._listen(self._events.bind), name="kv events")
+            self._bound = self._spawn(self._listen(self._events.bind), "kv events")
         for gone in self._followers.keys() - wanted:
-            self._followers.pop(gone).cancel()
-            self._index.remove(gone)
+            self._stop(gone)
         for endpoint in wanted - self._followers.keys():
             self._start(endpoint)
 
@@ -331,45 +335,57 @@ class KvFeed:
         ):
             return
         self.counts["restarts"] += 1
-        self._followers.pop(endpoint).cancel()
-        self._index.remove(endpoint)
+        self._stop(endpoint)
         self._start(endpoint)
 
     async def close(self) -> None:
         """Listen no more."""
-        tasks = [*self._followers.values(), *([self._bound] if self._bound is not None else [])]
-        for task in tasks:
+        for endpoint in list(self._followers):
+            self._stop(endpoint)
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _start(self, endpoint: str) -> None:
-        self._followers[endpoint] = asyncio.create_task(self._follow(endpoint), name=f"kv events {endpoint}")
+        running = self._running[endpoint] = {}
+        self._followers[endpoint] = self._spawn(self._follow(endpoint, running), f"kv events {endpoint}")
 
-    async def _follow(self, endpoint: str) -> None:
+    def _stop(self, endpoint: str) -> None:
+        """At once: what is told a turn later takes one more message meanwhile, after the endpoint was removed."""
+        self._followers.pop(endpoint).cancel()
+        for (rank, _), task in self._running.pop(endpoint).items():
+            self._end(endpoint, rank, task)
+        self._index.remove(endpoint)
+
+    def _end(self, endpoint: str, rank: int, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._sources.pop((endpoint, rank), None)
+        self._waiting.pop((endpoint, rank), None)
+
+    async def _follow(self, endpoint: str, running: _Running) -> None:
         """Listen to all engines behind an endpoint, as many as it says there are."""
-        running: dict[tuple[int, Place], asyncio.Task[None]] = {}
-        try:
-            while True:
-                places = await self._places(endpoint)
-                if places is not None:
-                    self._run(endpoint, places, running)
-                await asyncio.sleep(_RETRY_S if places is None else _ASK_AGAIN_S)
-        finally:
-            for (rank, _), task in running.items():
-                task.cancel()
-                self._sources.pop((endpoint, rank), None)
-                self._waiting.pop((endpoint, rank), None)
+        while True:
+            places = await self._places(endpoint)
+            if places is not None:
+                self._run(endpoint, places, running)
+            await asyncio.sleep(_RETRY_S if places is None else _ASK_AGAIN_S)
 
-    def _run(self, endpoint: str, places: Places, running: dict[tuple[int, Place], asyncio.Task[None]]) -> None:
+    def _run(self, endpoint: str, places: Places, running: _Running) -> None:
         wanted = {(rank, place) for rank, place in places.items() if self._events.bind or place.events is not None}
         if not wanted:
             log.warning("engine does not say where its KV events are, nor does the config", endpoint=endpoint)
-        for gone in running.keys() - wanted:
-            running.pop(gone).cancel()
+        for rank, place in running.keys() - wanted:
+            self._end(endpoint, rank, running.pop((rank, place)))
         self._index.keep_ranks(endpoint, places)
         for rank, place in wanted - running.keys():
             source = self._source(endpoint, rank, place)
-            running[rank, place] = asyncio.create_task(source, name=f"kv events {endpoint}/{rank}")
+            running[rank, place] = self._spawn(source, f"kv events {endpoint}/{rank}")
 
     async def _source(self, endpoint: str, rank: int, place: Place) -> None:
         """One engine, until cancelled; a fault of ours is logged, and does not end it."""

@@ -170,8 +170,10 @@ class PreciseIndex:
     # -- what engines report
 
     def apply(self, endpoint: str, rank: int, events: Iterable[Event]) -> None:
-        """The engine `rank` behind `endpoint` reports these, in this order."""
-        engine = self._engine(endpoint, rank)
+        """The engine `rank` behind `endpoint` reports these, in this order. One we do not keep is not heard."""
+        engine = self._engines.get(endpoint, {}).get(rank)
+        if engine is None:
+            return
         for event in events:
             if isinstance(event, Stored):
                 self._stored(engine, event)
@@ -183,9 +185,10 @@ class PreciseIndex:
 
     def forget(self, endpoint: str, rank: int, *, empty: bool) -> None:
         """Drop what is known of an engine. `empty`: because it is; else because we lost track of it."""
-        engine = self._engine(endpoint, rank)
-        self._clear(engine)
-        engine.known = empty
+        engine = self._engines.get(endpoint, {}).get(rank)
+        if engine is not None:
+            self._clear(engine)
+            engine.known = empty
 
     def remove(self, endpoint: str) -> None:
         """The endpoint is gone, with all its engines."""
@@ -194,14 +197,18 @@ class PreciseIndex:
             self._free_bits.append(engine.bit)
 
     def keep_ranks(self, endpoint: str, ranks: Iterable[int]) -> None:
-        """Exactly these engines are behind the endpoint; of those we have not heard, nothing is known."""
+        """Exactly these engines are behind the endpoint; of those we have not heard, nothing is known.
+
+        The only way in: what is still under way from an engine that has left must not bring it back, for nobody would
+        remove it again.
+        """
         engines, wanted = self._engines.setdefault(endpoint, {}), set(ranks)
         for rank in engines.keys() - wanted:
             gone = engines.pop(rank)
             self._clear(gone)
             self._free_bits.append(gone.bit)
-        for rank in wanted:
-            self._engine(endpoint, rank)
+        for rank in wanted - engines.keys():
+            engines[rank] = _Engine(self._free_bit())
 
     def __len__(self) -> int:
         """Blocks kept, each engine and tier for itself."""
@@ -212,15 +219,11 @@ class PreciseIndex:
         engines = self._engines.get(endpoint)
         return engines is not None and _sees(engines, None, None)
 
-    def _engine(self, endpoint: str, rank: int) -> _Engine:
-        engines = self._engines.setdefault(endpoint, {})
-        engine = engines.get(rank)
-        if engine is None:
-            if not self._free_bits:
-                self._free_bits.append(self._bits)
-                self._bits += 1
-            engine = engines[rank] = _Engine(self._free_bits.pop())
-        return engine
+    def _free_bit(self) -> int:
+        if self._free_bits:
+            return self._free_bits.pop()
+        self._bits += 1
+        return self._bits - 1
 
     def _stored(self, engine: _Engine, event: Stored) -> None:
         if not self._counts(engine, event):

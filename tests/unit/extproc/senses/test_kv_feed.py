@@ -17,6 +17,7 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from extproc.senses import kv_feed as module
 from extproc.senses.kv_feed import KvFeed, Place, Reader, Step, places_configured, places_told
 from extproc.senses.messages import KvEvents
 from policies.placement.precise_index import PreciseIndex
@@ -397,3 +398,38 @@ async def test_an_endpoint_that_leaves_is_forgotten() -> None:
         await asyncio.sleep(0.2)
         assert len(rig.index) == 0
         await engine.stop()
+
+
+async def test_an_endpoint_that_leaves_while_it_speaks_does_not_come_back() -> None:
+    """Not one message is taken after that, however many wait; and nothing of it is kept."""
+    port, replay = _free_port(), _free_port()
+    engine = Engine(events=f"tcp://*:{port}", replay=replay)
+    engine.kept = 10_000
+    for number in range(1_000):
+        await engine.say(_stored(number))
+    async with _rig(KvEvents(port=port, replay_port=replay)) as rig:
+        await _until(lambda: rig.feed.counts["batches"] > 0)
+        rig.feed.watch([])
+        taken = rig.feed.counts["batches"]
+        assert taken < 1_000
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert rig.feed.counts["batches"] == taken
+        assert rig.index._engines == {}
+        assert rig.feed._sources == {}
+        await _until(lambda: not rig.feed._tasks)
+    await engine.stop()
+
+
+async def test_a_rank_that_leaves_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its queue, nor a reader whose old messages make every restart look unheard of."""
+    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.01)
+    bind = f"tcp://{HOST}:{_free_port()}"
+    told = {str(rank): {"endpoint": bind} for rank in (0, 1)}
+    async with _rig(KvEvents(bind=bind), told) as rig:
+        await _until(lambda: len(rig.feed._waiting) == len(rig.feed._sources) == 2)
+        del told["1"]
+        await _until(lambda: len(rig.feed._waiting) == len(rig.feed._sources) == 1)
+        rig.feed._sources[rig.endpoint, 0].reader.last_at_s = 2.0
+        rig.feed.restarted(rig.endpoint, 1.0)
+        assert rig.feed.counts["restarts"] == 0

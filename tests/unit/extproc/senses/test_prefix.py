@@ -97,6 +97,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _holds(rig: Rig, *tokens: int) -> None:
+    rig.pool.index.keep_ranks(rig.endpoint, [0])
     rig.pool.index.forget(rig.endpoint, 0, empty=True)
     rig.pool.index.apply(rig.endpoint, 0, [Stored(list(tokens), None, token_bytes(tokens), 1)])
 

@@ -40,6 +40,7 @@ def _held(
 def _new(max_blocks: int = 1_000, **weights: float) -> PreciseIndex:
     index = PreciseIndex(max_blocks, {Tier[name.upper()]: weight for name, weight in weights.items()})
     for endpoint in (HERE, THERE):
+        index.keep_ranks(endpoint, [0])
         index.forget(endpoint, 0, empty=True)
     return index
 
@@ -198,11 +199,26 @@ def test_no_more_blocks_are_kept_than_allowed() -> None:
     assert not index.is_known(HERE)
 
 
+def test_what_comes_late_from_one_that_left_brings_nothing_back() -> None:
+    """Neither an endpoint nor a rank: nobody would remove it again."""
+    index = _new()
+    index.keep_ranks(HERE, [0])
+    index.remove(THERE)
+    for endpoint, rank in ((THERE, 0), (HERE, 1), ("10.0.0.3:8000", 0)):
+        index.apply(endpoint, rank, [_stored([1, 2], 1)])
+        index.forget(endpoint, rank, empty=True)
+        index.apply(endpoint, rank, [_stored([1, 2], 1)])
+    assert len(index) == 0
+    assert _held(index, [1, 2, 3], HERE, THERE) == [0, 0]
+    assert not index.is_known(THERE)
+
+
 def test_an_endpoint_that_left_leaves_nothing() -> None:
     """Its place in the masks goes to the next, which starts from nothing."""
     index = _new()
     index.apply(HERE, 0, [_stored([1, 2], 1)])
     index.remove(HERE)
+    index.keep_ranks("10.0.0.3:8000", [0])
     index.apply("10.0.0.3:8000", 0, [_stored([7, 8], 1)])
     assert _held(index, [1, 2, 3], HERE, "10.0.0.3:8000") == [0, 0]
     assert _held(index, [7, 8, 3], "10.0.0.3:8000") == [2]
