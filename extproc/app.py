@@ -173,14 +173,16 @@ class App:
             try:
                 self.fleet.tick()
                 self.flights.expire()
-                self._watch()
                 await self._health.set_serving(serving=self.ready()[0])
             except Exception:
                 log.exception("tick failed")  # and goes on: without it nothing would ever be let go
             await asyncio.sleep(_TICK_S)
 
     def _watch(self) -> None:
-        """Have the senses watch what is listed now."""
+        """Have the senses watch what is listed now. Milliseconds in a large fleet, so only when that may have changed.
+
+        Discovery's reports and new generations alone change it: `Fleet.tick` lets go of what no pool lists any more.
+        """
         fleet = self.fleet
         self._senses.watch(targets_of(fleet, self.generation.config.scrape.dcgm))
         self._senses.index(index_order(self.generation.config.pools, fleet.addresses_of))

@@ -1,0 +1,91 @@
+"""The composition root: what a running system does again and again, and what only when something has changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from extproc import app as module
+from extproc.app import App
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.config.schema import Config, Dcgm
+from extproc.fleet.discovery.endpoints import Discovered
+from extproc.fleet.fleet import Fleet
+from extproc.senses.messages import Target
+from extproc.senses.targets import targets_of
+
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+def config(text: str = "") -> Config:
+    """One pool of one endpoint."""
+    return parse(f"{text}\npools: [{{name: p, models: [m], endpoints: {{static: ['{A}']}}}}]")
+
+
+class House:
+    """An app that has taken its config and serves nobody; `ordered`: what was to be watched, each time it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ordered: list[list[Target]] = []
+        monkeypatch.setattr(module, "targets_of", self._targets_of)
+        self.app = App(config())
+        self.apply(config())
+
+    def _targets_of(self, fleet: Fleet, dcgm: Dcgm | None) -> list[Target]:
+        self.ordered.append(targets_of(fleet, dcgm))
+        return self.ordered[-1]
+
+    def apply(self, wanted: Config) -> None:
+        """A new generation."""
+        self.app._apply(Generation(self.app.generation.number + 1, wanted))
+
+    def discover(self, *addresses: str) -> None:
+        """What discovery lists now."""
+        self.app._discovered("p", [Discovered(address) for address in addresses])
+
+    @property
+    def watched(self) -> list[str]:
+        """As last ordered."""
+        return sorted(target.address for target in self.ordered[-1])
+
+
+@pytest.fixture
+async def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    """On a loop, as the app is made."""
+    return House(monkeypatch)
+
+
+async def test_ticks_do_not_make_out_anew_what_to_watch(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes milliseconds in a large fleet, during which nobody's request is decided."""
+    monkeypatch.setattr(module, "_TICK_S", 0.0)
+    ticked = asyncio.Event()
+
+    class Health:
+        ticks = 0
+
+        async def set_serving(self, *, serving: bool) -> None:  # noqa: ARG002 - HealthServer
+            self.ticks += 1
+            if self.ticks == 5:
+                ticked.set()
+
+    house.app._health = Health()  # type: ignore[assignment]
+    before = len(house.ordered)
+    ticking = asyncio.create_task(house.app._tick())
+    await ticked.wait()
+    ticking.cancel()
+    assert len(house.ordered) == before
+
+
+async def test_whatever_changes_what_is_watched_is_ordered_at_once(house: House) -> None:
+    """Endpoints that come and go, and a config; an endpoint whose grace is over is watched no more already."""
+    assert house.watched == [A]
+    house.discover(A, B)
+    assert house.watched == [A, B]
+    house.discover(B)
+    assert house.watched == [B]
+    house.app.fleet.tick()
+    assert house.watched == sorted(house.app.fleet.addresses())
+    house.apply(config("scrape: {dcgm: {port: 9400}}"))
+    assert {target.exporter for target in house.ordered[-1]} == {"10.0.0.1:9400"}
