@@ -177,8 +177,7 @@ class Flight:
 
         Of the decision only the names are kept: its arrays belong to the decision log, not to every open stream.
         """
-        if self.stage is not Stage.OPEN:
-            raise AssertionError("a request takes one place, once")
+        self.must_be_open()
         self.request = request
         self.pool = decision.pool
         self.streamed = request.stream
@@ -187,6 +186,11 @@ class Flight:
         self.served_by = decision.addresses[0]
         self.stage = Stage.RESERVED
         self._flights.track(self)
+
+    def must_be_open(self) -> None:
+        """Raise AssertionError for a request that has its place already, or is over: it would never be given back."""
+        if self.stage is not Stage.OPEN:
+            raise AssertionError("a request takes one place, once")
 
     def served(self, address: str) -> None:
         """The gateway says who answers the request, while it does."""

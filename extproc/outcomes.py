@@ -67,7 +67,7 @@ class Outcomes:
             self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
             self._metrics.compared(pool, *_compared(flight, completion.usage))
         if self._quotas is not None:
-            self._quotas.settle(flight, outcome, completion.usage)
+            self._quotas.settle(flight, outcome, completion)
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)

@@ -18,7 +18,7 @@ import structlog
 from extproc.access.gate import gate_of
 from extproc.config.generations import Generation, Target
 from extproc.fleet.fleet import Fleet
-from extproc.flight import Flight, Flights
+from extproc.flight import Flight, Flights, Stage
 from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
@@ -143,12 +143,17 @@ class Pipeline:
         except Exception as error:
             log.exception("decision failed", error=str(error))
             outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
-        return self._refuse(flight, headers, outcome, len(body)) if isinstance(outcome, Refusal) else outcome
+        if not isinstance(outcome, Refusal):
+            return outcome
+        if self._quotas is not None and flight.stage is Stage.OPEN:
+            self._quotas.refund(flight)  # it went nowhere, whatever kept it
+        return self._refuse(flight, headers, outcome, len(body))
 
     async def _decide_inflated(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply:
         """The decision, once a thread has inflated the body. Cancelled with its stream, before anything is taken."""
         plain = await asyncio.to_thread(plain_body, self.generation, headers, body)
-        return cast("Reply", self._reply(flight, headers, body, plain))
+        reply = self._reply(flight, headers, body, plain)
+        return await reply.ready if isinstance(reply, Pending) else reply
 
     async def _decide_matched(
         self,
@@ -202,11 +207,10 @@ class Pipeline:
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
         plan.request.tenant = flight.tenant
-        asked = self._found(plan, headers, body, plain) if found is None else found
-        if isinstance(asked, asyncio.Future):
-            return Pending(asyncio.ensure_future(self._decide_matched(flight, headers, body, plain, asked)))
-        if asked is not None:
-            apply_found(asked, plan.request)
+        if found is None and plan.target.pool.precise is not None and plan.request.prompt:
+            return self._look_up(flight, headers, body, plain, plan)
+        if found is not None:
+            apply_found(found, plan.request)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
         route = self._place(generation, flight, _without_forged(generation, headers, plan), parsed_at)
@@ -221,14 +225,18 @@ class Pipeline:
             self._request_log.answered(flight, path_of(headers))
         return Answer(200, generation.models_body(flight.tenant), reason="models")
 
-    def _found(
-        self, plan: Plan, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None
-    ) -> asyncio.Future[Found] | Fallback | None:
-        """What the engines hold of the prompt, to come; None where nobody is to be asked."""
-        if plan.target.pool.precise is None or not plan.request.prompt:
-            return None
+    def _look_up(
+        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None, plan: Plan
+    ) -> Reply | Pending | Refusal:
+        """Find out what the engines hold of the prompt, and decide then. A tenant over its quota asks for nothing."""
+        over_quota = None if self._quotas is None else self._quotas.judge(flight, plan.request.input_tokens)
+        if over_quota is not None:
+            return replace(over_quota, asked_model=plan.request.asked_model)
         text = plain_body(self.generation, headers, body) if plain is None else plain
-        return self._ask(plan, path_of(headers), cast("bytes", text))
+        asked = self._ask(plan, path_of(headers), cast("bytes", text))
+        if isinstance(asked, asyncio.Future):
+            return Pending(asyncio.ensure_future(self._decide_matched(flight, headers, body, text, asked)))
+        return self._decide(flight, headers, body, text, asked)
 
     def _ask(self, plan: Plan, path: str, plain: bytes) -> asyncio.Future[Found] | Fallback:
         """Have the senses say what the engines hold of the prompt."""
@@ -269,6 +277,7 @@ class Pipeline:
         """Choose and commit, with nothing in between."""
         target, request = plan.target, plan.request
         placement = self._fleet.placements[target.pool.name]
+        flight.must_be_open()  # before anything is taken for it
         over_quota = self._charge(flight, placement, request)
         if over_quota is not None:
             return over_quota
@@ -277,8 +286,6 @@ class Pipeline:
         chosen_at = perf_counter()
         self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
-            if self._quotas is not None:
-                self._quotas.refund(flight)
             return replace(_no_ready_endpoint(target, decision), asked_model=request.asked_model)
         flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
         if plan.response_id is not None:
@@ -299,7 +306,7 @@ class Pipeline:
 
     def _charge(self, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
         """Take what the request is predicted to use from its tenant's quota; a refusal where that is used up."""
-        if self._quotas is None:
+        if self._quotas is None or not self._quotas.apply_to(flight):
             return None
         refusal = self._quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
         return None if refusal is None else replace(refusal, asked_model=request.asked_model)

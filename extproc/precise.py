@@ -8,6 +8,7 @@ too slow is not buried under what it can never do in time.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TypeAlias
@@ -30,7 +31,8 @@ class Matcher:
         self.tell: Callable[[Match], bool] = lambda _question: False
         self.on_indexed: Callable[[Indexed], None] = lambda _message: None
         self._numbers = count()
-        self._open: dict[int, asyncio.Future[Found]] = {}
+        self._open: dict[int, tuple[str, asyncio.Future[Found]]] = {}
+        self._waiting: Counter[str] = Counter()  # by pool: a slow one is not to crowd the others out
 
     def ask(
         self, pool: str, settings: PreciseIndex, path: str, body: bytes, request: InferenceRequest, adapter: str | None
@@ -40,26 +42,31 @@ class Matcher:
             return Fallback.PREFIX_NO_TOKENS
         if len(body) > settings.max_body_bytes:
             return Fallback.PREFIX_TOO_LONG
-        if len(self._open) >= settings.max_waiting:
+        if self._waiting[pool] >= settings.max_waiting:
             return Fallback.PREFIX_CROWDED
         number = next(self._numbers)
         if not self.tell(Match(number, pool, path, body, adapter, request.cache_salt)):
             return Fallback.PREFIX_SENSES_DOWN
         loop = asyncio.get_running_loop()
-        answer = self._open[number] = loop.create_future()
+        answer: asyncio.Future[Found] = loop.create_future()
+        self._open[number] = pool, answer
+        self._waiting[pool] += 1
         loop.call_later(settings.budget_ms / 1000, _settle, answer, Fallback.PREFIX_LATE)
         return answer
 
     def answered(self, message: Matched) -> None:
         """The senses answer, in time or not."""
-        answer = self._open.pop(message.number, None)
-        if answer is not None:
+        question = self._open.pop(message.number, None)
+        if question is not None:
+            pool, answer = question
+            self._waiting[pool] -= 1
             _settle(answer, _found(message))
 
     def lost(self) -> None:
         """The senses fell: nobody will answer."""
         unanswered, self._open = self._open, {}
-        for answer in unanswered.values():
+        self._waiting.clear()
+        for _, answer in unanswered.values():
             _settle(answer, Fallback.PREFIX_SENSES_DOWN)
 
 

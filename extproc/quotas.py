@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from extproc.config import schema
-from extproc.flight import Flight, Usage
+from extproc.flight import Completion, Flight
 from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
 from policies.types import Reason, Refusal
 
@@ -23,7 +23,8 @@ _REASONS = {
 }
 _LONGEST_RETRY_S = 86_400.0
 _UNDONE = frozenset({"endpoint_failed", "no_known_address", "no_answer"})
-"""Outcomes of which the client had nothing and that were not of his making."""
+"""Outcomes that are not the client's making; if he had nothing of an answer either, they cost nothing."""
+_SERVER_ERROR = 500
 _OTHERS = ""
 """The label of tenants that the config does not name: their number has no bound."""
 
@@ -51,6 +52,17 @@ class Quotas:
         specs = {name: _spec(quota) for name, quota in tenants.named.items()}
         self._tenants.configure(specs, _spec(tenants.default), spare=_rate(tenants.spare))
 
+    def apply_to(self, flight: Flight) -> bool:
+        """Whether the request has a tenant, and tenants have quotas."""
+        return self._config is not None and flight.tenant is not None
+
+    def judge(self, flight: Flight, tokens: float) -> Refusal | None:
+        """Whether a request of so many tokens would be refused; takes nothing."""
+        if self._config is None or flight.tenant is None:
+            return None
+        over = self._tenants.judge(flight.tenant, tokens, self._wall_clock())
+        return None if over is None else _refusal(flight.tenant, over)
+
     def admit(self, flight: Flight, tokens: float) -> Refusal | None:
         """Let a request of so many predicted tokens in, and hang its charge on its flight; or refuse it."""
         if self._config is None or flight.tenant is None:
@@ -70,15 +82,16 @@ class Quotas:
         if flight.charge is not None:
             self._tenants.refund(flight.charge, self._wall_clock())
 
-    def settle(self, flight: Flight, outcome: str, usage: Usage | None) -> None:
-        """The request is over; `usage` as the engine reports it, if it does."""
+    def settle(self, flight: Flight, outcome: str, completion: Completion | None) -> None:
+        """The request is over; `completion` is None where nobody tells how it went."""
         charge = flight.charge
         if charge is None or charge.settled:
             return
-        if outcome in _UNDONE:
-            self._tenants.refund(charge, self._wall_clock())
-        elif usage is not None:
+        usage = None if completion is None else completion.usage
+        if usage is not None:
             self._settle(flight, charge, usage.prompt_tokens + usage.completion_tokens, estimated=False)
+        elif completion is not None and outcome in _UNDONE and not _answered(completion):
+            self._tenants.refund(charge, self._wall_clock())
         elif outcome == "client_error":
             self._settle(flight, charge, 0.0, estimated=False)  # the engine refused it before it computed anything
         else:
@@ -89,6 +102,11 @@ class Quotas:
         tenant = flight.tenant or _OTHERS
         named = self._config is not None and tenant in self._config.named
         self._events.tenant_used(tenant if named else _OTHERS, tokens, estimated=estimated)
+
+
+def _answered(completion: Completion) -> bool:
+    """The client had something of an answer, though it may have been cut."""
+    return completion.ttft_s is not None and 0 < completion.status < _SERVER_ERROR
 
 
 def _refusal(tenant: str, over: OverQuota) -> Refusal:

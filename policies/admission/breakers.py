@@ -23,7 +23,7 @@ _SLICES = 12
 
 @dataclass(frozen=True, slots=True)
 class BreakerSpec:
-    """`error_ratio` of at least `least_requests` within `window_s` opens it, for `open_s`."""
+    """More than `error_ratio` of at least `least_requests` within `window_s` opens it, for `open_s`."""
 
     error_ratio: float
     window_s: float = 120.0
@@ -81,16 +81,18 @@ class Window:
 
 
 class Breaker:
-    """One breaker. Every call takes the time in seconds of one clock."""
+    """One breaker. Every call takes the time in seconds of one clock; `trips` counts how often it opened."""
 
-    __slots__ = ("_on_trial", "_open_until_s", "_window", "spec", "trips")
+    __slots__ = ("_open_until_s", "_passes", "_trial", "_trial_since_s", "_window", "spec", "trips")
 
     def __init__(self, spec: BreakerSpec) -> None:
         self.spec = spec
         self.trips = 0
         self._window = Window(spec.window_s)
         self._open_until_s = -math.inf
-        self._on_trial = False
+        self._passes = 0
+        self._trial: int | None = None
+        self._trial_since_s = -math.inf
 
     def position(self, now_s: float) -> Position:
         """What it lets through now."""
@@ -98,47 +100,47 @@ class Breaker:
             return Position.CLOSED
         return Position.OPEN if now_s < self._open_until_s else Position.HALF_OPEN
 
-    def admits(self, now_s: float) -> bool:
-        """Whether a request may pass; the one on trial is taken note of, and must be told of by `saw` or `forgot`."""
-        position = self.position(now_s)
-        if position is Position.HALF_OPEN and not self._on_trial:
-            self._on_trial = True
-            return True
-        return position is Position.CLOSED
+    def admit(self, now_s: float) -> int | None:
+        """A pass for one request, to be shown when it has ended; None if it may not go.
 
-    def saw(self, now_s: float, *, good: bool) -> bool:
-        """How a request ended. True if this has opened it."""
+        A trial that nothing is heard of for as long as the breaker rests is given up, and another let through.
+        """
+        position = self.position(now_s)
+        on_trial = self._trial is not None and now_s - self._trial_since_s < self.spec.open_s
+        if position is Position.OPEN or (position is Position.HALF_OPEN and on_trial):
+            return None
+        self._passes += 1
+        if position is Position.HALF_OPEN:
+            self._trial, self._trial_since_s = self._passes, now_s
+        return self._passes
+
+    def saw(self, number: int, now_s: float, *, good: bool) -> bool:
+        """How the request with this pass ended. True if that has opened it."""
         if self.position(now_s) is Position.CLOSED:
             self._window.saw(now_s, good=good)
             bad, total = self._window.counts(now_s)
-            if not good and total >= self.spec.least_requests and bad > self.spec.error_ratio * total:
-                self._open(now_s)
-                return True
+            opens = not good and total >= self.spec.least_requests and bad > self.spec.error_ratio * total
+        elif number == self._trial:
+            self._trial = None
+            opens = not good
+            self._open_until_s = -math.inf
+        else:  # it began before things went wrong, and says nothing of how they are now
             return False
-        return self._judge_trial(now_s, good=good)
+        if opens:
+            self._open(now_s)
+        return opens
 
-    def forgot(self) -> None:
-        """The request on trial came to nothing that would tell: its client left, say. Another may try."""
-        self._on_trial = False
+    def forgot(self, number: int) -> None:
+        """The request with this pass tells nothing: its client left, say. If it was on trial, another may try."""
+        if number == self._trial:
+            self._trial = None
 
     def retry_after_s(self, now_s: float) -> float:
         """How long it lets nothing through."""
         return max(self._open_until_s - now_s, 0.0)
 
-    def _judge_trial(self, now_s: float, *, good: bool) -> bool:
-        """Requests from before it opened end as well, and say nothing of how things are now."""
-        if not self._on_trial:
-            return False
-        self._on_trial = False
-        if not good:
-            self._open(now_s)
-            return True
-        self._open_until_s = -math.inf
-        self._window.clear()
-        return False
-
     def _open(self, now_s: float) -> None:
         self._open_until_s = now_s + self.spec.open_s
-        self._on_trial = False
         self.trips += 1
+        self._trial = None
         self._window.clear()

@@ -12,8 +12,9 @@ A tenant has what is his and nothing of another's; `spare` is a bucket of its ow
 take from when theirs is empty. Rejected: a sliding window of past requests. It needs memory for each of them, and tells
 nobody when to come again; a bucket knows both in two numbers.
 
-Who the tenant is, is decided elsewhere (extproc/access). State is kept for as many tenants as `most_tenants` allows,
-least recently seen forgotten first: a bucket that has refilled since tells nothing that a new one does not.
+Who the tenant is, is decided elsewhere (extproc/access). State is kept for as many tenants as `most_tenants` allows. Of
+those longest unseen one is forgotten who owes nothing, whose account tells no more than a new one; those named in the
+config and those with requests running are not forgotten at all.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class _Bucket:
         """Take so much, or give back a negative amount."""
         self._level = min(self.level(now_s) - amount, self.rate.burst)
 
+    def is_full(self, now_s: float) -> bool:
+        """It holds all it can."""
+        return self.level(now_s) >= self.rate.burst
+
     def level(self, now_s: float) -> float:
         """What it holds."""
         self._level = min(self._level + max(now_s - self._at_s, 0.0) * self.rate.per_s, self.rate.burst)
@@ -121,6 +126,11 @@ class _Account:
     spent: float = 0.0
     duration_s: _Mean = field(default_factory=_Mean)
 
+    def owes_nothing(self, now_s: float) -> bool:
+        """Its buckets are full and its budget is untouched: a new account would be the same."""
+        full = all(bucket is None or bucket.is_full(now_s) for bucket in (self.requests, self.tokens))
+        return full and not (self.spent and self.spec.budget_tokens)
+
 
 @dataclass(slots=True)
 class Charge:
@@ -142,6 +152,10 @@ class Charge:
         if self.running:
             self.running = False
             self.account.running -= 1
+
+
+_LOOKED_AT = 64
+"""Accounts that are looked at for one to forget: a flood of new tenants must not cost a walk over all for each."""
 
 
 class Tenants:
@@ -173,9 +187,8 @@ class Tenants:
     def admit(self, tenant: str, tokens: float, now_s: float) -> Charge | OverQuota:
         """Take one request of so many predicted tokens, or say which limit it meets."""
         account = self._account(tenant, now_s)
-        over = self._over(account, tokens, now_s)
-        borrows = over is not None and over.quota is Quota.TOKENS and self._may_borrow(account, tokens, now_s)
-        if over is not None and not borrows:
+        over, borrows = self._verdict(account, tokens, now_s)
+        if over is not None:
             return over
         account.running += 1
         if account.requests is not None:
@@ -183,6 +196,10 @@ class Tenants:
         charge = Charge(account, tokens, now_s, borrows, account.period)
         self._take_tokens(charge, tokens, now_s)
         return charge
+
+    def judge(self, tenant: str, tokens: float, now_s: float) -> OverQuota | None:
+        """Which limit a request of so many tokens would meet; takes nothing."""
+        return self._verdict(self._account(tenant, now_s), tokens, now_s)[0]
 
     def settle(self, charge: Charge, used_tokens: float, now_s: float) -> None:
         """The request is over and has used so much."""
@@ -215,6 +232,13 @@ class Tenants:
         return 0 if account is None else account.running
 
     # -- inside
+
+    def _verdict(self, account: _Account, tokens: float, now_s: float) -> tuple[OverQuota | None, bool]:
+        """The limit that is met, if one is; and whether the request's tokens are borrowed."""
+        over = self._over(account, tokens, now_s)
+        if over is not None and over.quota is Quota.TOKENS and self._may_borrow(account, tokens, now_s):
+            return None, True
+        return over, False
 
     def _over(self, account: _Account, tokens: float, now_s: float) -> OverQuota | None:
         spec = account.spec
@@ -256,8 +280,8 @@ class Tenants:
     def _account(self, tenant: str, now_s: float) -> _Account:
         account = self._accounts.get(tenant)
         if account is None:
+            self._make_room(now_s)
             account = self._accounts[tenant] = _Account(self._spec(tenant))
-            self._forget()
         self._accounts.move_to_end(tenant)
         spec = account.spec
         account.requests = account.requests or _bucket(spec.requests, now_s)
@@ -267,12 +291,18 @@ class Tenants:
             account.period, account.spent = period, 0.0
         return account
 
-    def _forget(self) -> None:
-        """Drop the least recently seen of those with nothing running, above the bound."""
-        excess = len(self._accounts) - self._most_tenants
-        idle = (tenant for tenant, account in self._accounts.items() if not account.running)
-        for tenant in list(islice(idle, max(excess, 0))):
-            del self._accounts[tenant]
+    def _make_room(self, now_s: float) -> None:
+        """Forget one of those longest unseen, if there are as many as may be: one who owes nothing rather than another.
+
+        Never one with requests running, nor one that is named: there are as many of these as the config has.
+        """
+        if len(self._accounts) < self._most_tenants:
+            return
+        unseen = islice(self._accounts.items(), _LOOKED_AT)
+        idle = [(name, one) for name, one in unseen if not one.running and name not in self._specs]
+        if idle:
+            even = (name for name, account in idle if account.owes_nothing(now_s))
+            del self._accounts[next(even, idle[0][0])]
 
     def _spec(self, tenant: str) -> QuotaSpec:
         return self._specs.get(tenant, self._default)

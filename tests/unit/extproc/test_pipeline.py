@@ -1023,6 +1023,50 @@ async def test_senses_that_fall_end_the_waiting() -> None:
     assert house.events.fallbacks == ["prefix_senses_down"] * 2
 
 
+async def test_a_body_that_is_inflated_beside_the_loop_is_looked_up_as_well() -> None:
+    """One wait after the other; and a client that leaves in the second one has taken nothing."""
+    house = Asked(PRECISE.replace("100000", "2000000").replace("max_body_bytes: 50000", "max_body_bytes: 2000000"))
+    body = gzip.compress(json.dumps(chat()).encode() + b" " * 1_000_000)
+    for leaves in (False, True):
+        later = house.pipeline.decide(house.flights.open(), PACKED, body)
+        assert isinstance(later, Pending)
+        asked = len(house.questions)
+        while len(house.questions) == asked:  # noqa: ASYNC110 - a thread inflates meanwhile
+            await asyncio.sleep(0.001)
+        if leaves:
+            later.ready.cancel()
+            await asyncio.gather(later.ready, return_exceptions=True)
+        house.pipeline.matcher.answered(Matched(house.questions[-1].number, 5, _known()))
+        if not leaves:
+            assert isinstance(await later.ready, Route)
+        assert house.booked()[0] == 1
+    await asyncio.sleep(0)
+    assert house.booked()[0] == 1
+
+
+def test_a_request_that_is_over_takes_nothing() -> None:
+    """Whoever decides it late: what it took then would never be given back."""
+    house = House(CONFIG)
+    flight = house.flights.open()
+    flight.close()
+    assert isinstance(house.pipeline.decide(flight, POST, json.dumps(chat()).encode()), Answer)
+    assert house.booked() == (0, 0, 0)
+
+
+async def test_a_slow_pool_does_not_crowd_another_out() -> None:
+    """Questions are counted by pool."""
+    house = Asked(
+        PRECISE.replace("max_waiting: 2", "max_waiting: 1").replace(
+            "    models: [lone]\n",
+            "    models: [lone]\n    prefix_index: {precise: {tokenizer: engine, budget_ms: 1000}}\n",
+        )
+    )
+    house.later(chat())
+    house.later(chat("lone"))
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == ["prefix_crowded"]
+
+
 async def test_only_so_many_questions_are_open() -> None:
     """Those whose asker has given up included, until they are answered."""
     house = Asked()

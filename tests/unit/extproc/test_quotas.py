@@ -134,8 +134,10 @@ def test_a_request_reserves_what_it_is_predicted_to_use_and_settles_by_what_it_u
         ({"flags": ("downstream_connection_termination",)}, "predicted", 1),
         ({}, "predicted", 1),
         ({"flags": ("downstream_connection_termination",), "usage": Usage(80, 7, None)}, 87, 1),
+        ({"failed": "reset", "flags": ("upstream_connection_termination",)}, "predicted", 1),
+        ({"failed": "status_500", "status": 500}, 0, 0),
     ],
-    ids=["engine failed", "nobody known", "bad request", "client left", "no usage", "client left late"],
+    ids=["no engine", "nobody known", "bad request", "client left", "no usage", "left late", "broke off", "500"],
 )
 def test_what_a_request_costs_goes_by_how_it_ended(
     house: House, how: dict[str, Any], cost: int | str, requests: int
@@ -200,6 +202,20 @@ def test_a_refused_request_has_taken_nothing(house: House) -> None:
     assert house.refused("acme")[0] == 503
     assert (house.left("acme"), house.left("acme", "requests_left")) == (tokens, requests)
     assert house.left("acme", "running") == 0
+
+
+def test_a_fault_of_ours_costs_a_tenant_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package's policy that raises, say: it is a 500, and the account is as before."""
+    first = house.routed("acme")
+    house.end(first, usage=Usage(1, 1, None))
+    before = house.quotas.describe()["acme"]
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(house.fleet.placements["chat"], "choose", broken)
+    assert house.refused("acme")[0] == 500
+    assert house.quotas.describe()["acme"] == before
 
 
 def test_a_tenant_sees_its_pools_alone(house: House) -> None:

@@ -15,9 +15,9 @@ def fed(good: int, bad: int, now_s: float = 0.0) -> Breaker:
     """A breaker that has seen so many, the good ones first."""
     breaker = Breaker(SPEC)
     for _ in range(good):
-        breaker.saw(now_s, good=True)
+        breaker.saw(0, now_s, good=True)
     for _ in range(bad):
-        breaker.saw(now_s, good=False)
+        breaker.saw(0, now_s, good=False)
     return breaker
 
 
@@ -35,47 +35,69 @@ def test_old_errors_are_forgotten_bit_by_bit() -> None:
     """Those of two minutes ago count no more; those of one still do."""
     breaker = fed(100, 9, now_s=0.0)
     for now_s in (60.0, 60.0):
-        breaker.saw(now_s, good=False)
+        breaker.saw(0, now_s, good=False)
     assert breaker.position(60.0) is Position.CLOSED
     for _ in range(20):
-        breaker.saw(125.0, good=True)
+        breaker.saw(0, 125.0, good=True)
     for _ in range(2):
-        breaker.saw(125.0, good=False)
+        breaker.saw(0, 125.0, good=False)
     assert breaker.position(125.0) is Position.OPEN  # 4 of 24; over all it would have been 13 of 131
 
 
 def test_it_rests_and_then_lets_one_request_try() -> None:
     """Nothing while it rests; then exactly one, whose outcome decides."""
     breaker = fed(0, 20)
-    assert not breaker.admits(179.0)
+    assert breaker.admit(179.0) is None
     assert breaker.retry_after_s(100.0) == 80.0
-    assert breaker.admits(180.0)
-    assert not breaker.admits(180.0)
-    assert breaker.saw(181.0, good=False)
-    assert not breaker.admits(360.0)
-    assert breaker.admits(361.0)
-    assert not breaker.saw(362.0, good=True)
+    trial = breaker.admit(180.0)
+    assert trial is not None
+    assert breaker.admit(180.0) is None
+    assert breaker.saw(trial, 181.0, good=False)
+    assert breaker.admit(360.0) is None
+    trial = breaker.admit(361.0)
+    assert trial is not None
+    assert not breaker.saw(trial, 362.0, good=True)
     assert breaker.position(362.0) is Position.CLOSED
     assert breaker.trips == 2
 
 
-def test_what_began_before_it_opened_decides_nothing() -> None:
-    """Neither for nor against it; a trial that tells nothing leaves room for another."""
+@pytest.mark.parametrize("good", [True, False])
+def test_what_began_before_it_opened_decides_nothing(*, good: bool) -> None:
+    """Neither for nor against it, not even while another request is on trial."""
+    breaker = Breaker(SPEC)
+    early = breaker.admit(0.0)
+    assert early is not None
+    for _ in range(20):
+        breaker.saw(0, 0.0, good=False)
+    trial = breaker.admit(190.0)
+    assert trial is not None
+    assert not breaker.saw(early, 191.0, good=good)
+    assert breaker.position(191.0) is Position.HALF_OPEN
+    breaker.saw(trial, 192.0, good=True)
+    assert breaker.position(192.0) is Position.CLOSED
+
+
+def test_a_trial_that_tells_nothing_leaves_room_for_another() -> None:
+    """Told so at once; one that nobody ever tells of is given up after a rest."""
     breaker = fed(0, 20)
-    breaker.saw(10.0, good=True)
-    breaker.saw(190.0, good=True)
-    assert breaker.position(190.0) is Position.HALF_OPEN
-    assert breaker.admits(190.0)
-    breaker.forgot()
-    assert breaker.admits(190.0)
+    trial = breaker.admit(190.0)
+    assert trial is not None
+    breaker.forgot(trial)
+    lost = breaker.admit(190.0)
+    assert lost is not None
+    assert breaker.admit(369.0) is None
+    assert breaker.admit(370.0) is not None
+    assert not breaker.saw(lost, 371.0, good=True)
+    assert breaker.position(371.0) is Position.HALF_OPEN
 
 
 def test_after_a_good_trial_it_starts_afresh() -> None:
     """The errors that opened it do not open it again."""
     breaker = fed(0, 20)
-    assert breaker.admits(180.0)
-    breaker.saw(180.0, good=True)
-    assert not breaker.saw(180.0, good=False)
+    trial = breaker.admit(180.0)
+    assert trial is not None
+    breaker.saw(trial, 180.0, good=True)
+    assert not breaker.saw(0, 180.0, good=False)
     assert breaker.position(180.0) is Position.CLOSED
 
 

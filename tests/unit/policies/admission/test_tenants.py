@@ -145,6 +145,36 @@ def test_accounts_are_kept_up_to_a_bound() -> None:
     assert all(accounts.running(f"busy{number}") == 1 for number in range(5))
 
 
+def test_a_newcomer_finds_room_among_busy_ones() -> None:
+    """Though everybody there has something running; accounts are then as many as requests allow."""
+    accounts = Tenants({}, QuotaSpec(concurrency=1), most_tenants=1)
+    for number in range(3):
+        admitted(accounts, 1.0, 0.0, f"t{number}")
+    assert all(accounts.running(f"t{number}") == 1 for number in range(3))
+
+
+def test_debts_are_remembered_longer_than_accounts_that_are_even() -> None:
+    """Else a flood of other tenants would wipe out what one has spent; who is named is never forgotten."""
+    spec = QuotaSpec(budget_tokens=100.0)
+    accounts = Tenants({"named": spec}, spec, most_tenants=10)
+    for tenant in ("named", "spender"):
+        accounts.settle(admitted(accounts, 100.0, 0.0, tenant), 100.0, 0.0)
+    for number in range(200):
+        accounts.settle(admitted(accounts, 1.0, 0.0, f"t{number}"), 0.0, 0.0)
+    for tenant in ("named", "spender"):
+        assert isinstance(accounts.admit(tenant, 1.0, 0.0), OverQuota)
+    assert len(accounts._accounts) <= 10
+
+
+def test_asking_takes_nothing() -> None:
+    """The same answer as for a request, and no request."""
+    accounts = tenants(QuotaSpec(requests=Rate(1.0, 1.0)))
+    assert accounts.judge("a", 1.0, 0.0) is None
+    assert accounts.judge("a", 1.0, 0.0) is None
+    admitted(accounts, 1.0, 0.0)
+    assert accounts.judge("a", 1.0, 0.0) == OverQuota(Quota.REQUESTS, 1.0)
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["admit", "settle", "refund", "wait"]),
