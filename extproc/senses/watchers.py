@@ -121,9 +121,14 @@ class Watcher:
         self._loops = tuple(asyncio.create_task(loop, name=f"watch {self._address}") for loop in loops)
 
     def cancel(self) -> None:
-        """Ask no more."""
+        """Ask no more. Who counts on the pushes or waits for the trial is told that nothing comes of them."""
         for task in self.tasks:
             task.cancel()
+        if self._listener.live:
+            self._listener.live = False
+            self._report(FellSilent(self._address))
+        if self._trial is not None and not self._trial.done():
+            self._report(Tried(self._address, None))
 
     async def _loop(self, delay_s: float, turn: Callable[[], Awaitable[None]]) -> None:
         """Turns, each with the pause after it, until cancelled."""

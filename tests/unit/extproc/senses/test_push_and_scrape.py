@@ -13,11 +13,16 @@ import zmq.asyncio
 from aiohttp import web
 
 from extproc.senses import push, watchers
-from extproc.senses.messages import FellSilent, FromSenses, Heard, Pace, Scraped, Target, Watch
+from extproc.senses.messages import FellSilent, FromSenses, Heard, Pace, Scraped, Target, Tried, Watch
 from extproc.senses.watchers import Watchers
 
 HANG_S = 60
 PAGE = 'vllm:num_requests_running 3.0\nvllm:num_requests_waiting 2.0\npointsman_stats_port{{run="a1"}} {port}.0\n'
+
+PACE = Pace(
+    scrape_interval_ms=5, scrape_timeout_ms=5_000, scrape_backoff_max_ms=5, probe_interval_ms=5_000,
+    probe_timeout_ms=5_000, trial_timeout_ms=5_000,
+)  # fmt: skip
 
 
 async def eventually(check: Callable[[], bool]) -> None:
@@ -64,9 +69,7 @@ class House:
 
     def watch(self, **pace: Any) -> None:
         """Have it watched."""
-        paces = {"scrape_interval_ms": 5, "scrape_timeout_ms": 5_000, "scrape_backoff_max_ms": 5}
-        paces |= {"probe_interval_ms": 5_000, "probe_timeout_ms": 5_000, "trial_timeout_ms": 5_000}
-        self.watchers.watch(Watch([Target(self.address)], Pace(**(paces | pace))))
+        self.watchers.watch(Watch([Target(self.address)], msgspec.structs.replace(PACE, **pace)))
 
     def seen(self, kind: type[FromSenses]) -> list[Any]:
         """Reports of a kind."""
@@ -128,3 +131,33 @@ async def test_pushes_can_be_left_aside(house: House) -> None:
     assert house.seen(Heard) == []
     house.watch()
     await eventually(lambda: bool(house.seen(Heard)))
+
+
+async def test_a_watcher_that_is_dropped_takes_its_word_back(house: House) -> None:
+    """Nobody would say of another, or of none, that its pushes have stopped."""
+    house.watch()
+    await eventually(lambda: bool(house.seen(Heard)))
+    house.watchers.watch(Watch([], PACE))
+    assert house.seen(FellSilent) == [FellSilent(house.address)]
+
+
+async def test_a_watcher_in_anothers_place_hears_anew(house: House) -> None:
+    """As when the exporter is named or no more: silent, and then heard again by the one after it."""
+    house.watch()
+    await eventually(lambda: bool(house.seen(Heard)))
+    house.watchers.watch(Watch([Target(house.address, exporter="127.0.0.1:1")], PACE))
+    silent = house.reports.index(FellSilent(house.address))
+    await eventually(lambda: any(isinstance(report, Heard) for report in house.reports[silent:]))
+
+
+async def test_a_trial_that_nobody_waits_out_has_failed(house: House) -> None:
+    """It is made again, and not first missed until its time is over; one that has ended is not told of twice."""
+    house.watch()
+    house.watchers.try_generation(house.address, "m")
+    house.watchers.watch(Watch([], PACE))
+    assert house.seen(Tried) == [Tried(house.address, None)]
+    house.watch()
+    house.watchers.try_generation(house.address, "m")
+    await eventually(lambda: len(house.seen(Tried)) == 2)
+    house.watchers.watch(Watch([], PACE))
+    assert len(house.seen(Tried)) == 2
