@@ -99,7 +99,7 @@ class Metrics:
         self._probes = self._counter("probes", "Reads of an engine's model list", "result")
         self._senses_up = self._gauge("senses_up", "1 while the process that watches the engines can be heard")
         self._senses_losses = self._counter("senses_losses", "Times it fell or hung, and was started again")
-        self._senses_dropped = self._counter("senses_dropped", "Figures it could not hand over in time")
+        self._senses_dropped = self._counter("senses_dropped", "Reports it could not hand over in time")
         self._index_blocks = self._gauge("precise_index_blocks", "KV blocks known from the engines' events", "pool")
         self._index_blind = self._gauge(
             "precise_index_blind_endpoints", "Endpoints of which it is not known all what they hold", "pool"
@@ -324,9 +324,9 @@ class Metrics:
         """The senses fell or hung."""
         self._senses_losses.inc()
 
-    def senses_dropped(self, figures: int) -> None:
-        """So many figures were not handed over, since we did not take those before."""
-        self._senses_dropped.inc(figures)
+    def senses_dropped(self, reports: int) -> None:
+        """So many reports were not handed over, since we did not take those before."""
+        self._senses_dropped.inc(reports)
 
     def indexed(self, message: Indexed) -> None:
         """How a pool's precise index is."""

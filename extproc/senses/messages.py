@@ -118,7 +118,7 @@ class Match(_Message, frozen=True):
 
 
 class Alive(_Message, frozen=True):
-    """Sent every second. `dropped`: figures not sent since the last one, since nobody took what was sent before."""
+    """Sent every second. `dropped`: reports not sent since the last one: nobody took those before them."""
 
     dropped: int = 0
 
@@ -141,7 +141,7 @@ class Exported(_Message, frozen=True):
 class Heard(_Message, frozen=True):
     """Messages came from an endpoint's plugin. `pushed`: the newest, with what happened in all that were taken.
 
-    `lost` never reached us; `ignored` are another server's, or outdated.
+    `lost` never reached us; `ignored` are another server's, or outdated. `deaf`: times that listening failed.
     """
 
     address: str
@@ -150,6 +150,7 @@ class Heard(_Message, frozen=True):
     lost: int = 0
     malformed: int = 0
     ignored: int = 0
+    deaf: int = 0
 
 
 class FellSilent(_Message, frozen=True):

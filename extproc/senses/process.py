@@ -1,7 +1,8 @@
 """The senses process: takes orders from the decision process, looks at the engines, reports.
 
-It ends when the other end of its socket does. What it cannot send is not kept: figures are dropped and counted as soon
-as so many bytes wait to be taken, since newer ones follow; what else it reports is rare and short.
+It ends when the other end of its socket does. What it cannot send is not kept: as soon as so many bytes wait to be
+taken, reports are dropped and counted, since newer ones follow. Kept is only what somebody waits for, or what nobody
+would say again; there is no more of it than was asked for, or was pushed before.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import structlog
 
 from extproc.senses.messages import (
     Alive,
+    FellSilent,
     Frames,
     FromSenses,
-    Heard,
     Index,
+    Matched,
     ProbeNow,
     Scraped,
     ToSenses,
+    Tried,
     Try,
     Watch,
     encode,
@@ -38,7 +41,7 @@ HEARTBEAT_S = 1.0
 
 
 class Port(asyncio.Protocol):
-    """Our end of the socket. `most_waiting_bytes`: beyond it figures are dropped."""
+    """Our end of the socket. `most_waiting_bytes`: beyond it reports that are made anew anyway are dropped."""
 
     def __init__(self, most_waiting_bytes: int) -> None:
         self.closed = asyncio.get_running_loop().create_future()
@@ -88,20 +91,25 @@ class Port(asyncio.Protocol):
 
     def report(self, message: FromSenses) -> None:
         """Tell the decision process."""
-        if isinstance(message, Scraped | Heard) and self._transport.get_write_buffer_size() > self._most_waiting_bytes:
+        if self._crowded and not isinstance(message, Matched | Tried | FellSilent):
             self._dropped += 1
-        else:
+        elif not self._transport.is_closing():
             self._transport.write(encode(message))
         if self.prefixes is not None and isinstance(message, Scraped):
             self.prefixes.scraped(message)
 
+    @property
+    def _crowded(self) -> bool:
+        return self._transport.get_write_buffer_size() > self._most_waiting_bytes
+
     async def beat(self) -> None:
-        """Say that we live, again and again."""
+        """Say that we live, again and again. While nobody listens, what is counted is kept for later."""
         while True:
-            dropped, self._dropped = self._dropped, 0
-            self.report(Alive(dropped))
-            if self.prefixes is not None:
-                self.prefixes.tell()
+            if not self._crowded:
+                dropped, self._dropped = self._dropped, 0
+                self.report(Alive(dropped))
+                if self.prefixes is not None:
+                    self.prefixes.tell()
             await asyncio.sleep(HEARTBEAT_S)
 
 

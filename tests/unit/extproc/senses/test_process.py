@@ -1,0 +1,127 @@
+"""The senses process's end of the socket: what it keeps of what nobody takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from extproc.senses import process as module
+from extproc.senses.messages import (
+    Alive,
+    Exported,
+    FellSilent,
+    Frames,
+    FromSenses,
+    Heard,
+    Indexed,
+    Matched,
+    Probed,
+    Scraped,
+    Tried,
+    from_senses,
+)
+from extproc.senses.process import Port
+from policies.lifecycle import Evidence
+
+A = "10.0.0.1:8000"
+BOUND = 1_000
+
+
+class Transport(asyncio.Transport):
+    """One whose other end takes nothing while `waiting`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = 0
+        self.closing = False
+        self._frames = Frames()
+        self.written: list[FromSenses] = []
+
+    def get_write_buffer_size(self) -> int:
+        """What waits, in bytes."""
+        return self.waiting
+
+    def is_closing(self) -> bool:
+        """Nobody is there any more."""
+        return self.closing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """A whole message."""
+        self.written += [from_senses(body) for body in self._frames.feed(bytes(data))]
+
+
+class Prefixes:
+    """Precise indexes that count how often they told of themselves."""
+
+    told = 0
+
+    def tell(self) -> None:
+        """Report how every index is."""
+        self.told += 1
+
+
+class House:
+    """A port."""
+
+    def __init__(self) -> None:
+        self.transport = Transport()
+        self.port = Port(BOUND)
+        self.port.connection_made(self.transport)
+
+    async def beats(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        """So many heartbeats, each after as many turns of the loop."""
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.0)
+        beating = asyncio.create_task(self.port.beat())
+        for _ in range(times):
+            await asyncio.sleep(0)
+        beating.cancel()
+
+
+REPEATED: list[FromSenses] = [
+    Scraped(A), Heard(A), Exported(A), Probed(A, Evidence.PROBE_OK), Indexed("p", 1, 0), Alive(),
+]  # fmt: skip
+AWAITED: list[FromSenses] = [Matched(1), Tried(A, 200), FellSilent(A)]
+
+
+async def test_beyond_the_bound_only_what_is_awaited_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nobody reads; the rest is counted, and told once somebody does."""
+    house = House()
+    house.transport.waiting = BOUND + 1
+    for message in [*REPEATED, *AWAITED]:
+        house.port.report(message)
+    assert house.transport.written == AWAITED
+    house.transport.waiting = 0
+    await house.beats(monkeypatch, 1)
+    assert house.transport.written[len(AWAITED)] == Alive(dropped=len(REPEATED))
+
+
+async def test_up_to_the_bound_everything_is_sent() -> None:
+    """In order."""
+    house = House()
+    house.transport.waiting = BOUND
+    for message in [*REPEATED, *AWAITED]:
+        house.port.report(message)
+    assert house.transport.written == [*REPEATED, *AWAITED]
+
+
+async def test_what_is_counted_waits_until_somebody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heartbeat beyond the bound is left out, and with it what the indexes have counted: told, it would be lost."""
+    house, prefixes = House(), Prefixes()
+    house.transport.waiting = BOUND + 1
+    house.port.report(Scraped(A))
+    house.port.prefixes = prefixes  # type: ignore[assignment]
+    await house.beats(monkeypatch, 5)
+    assert (prefixes.told, house.transport.written) == (0, [])
+    house.transport.waiting = 0
+    await house.beats(monkeypatch, 1)
+    assert prefixes.told > 0
+    assert house.transport.written[0] == Alive(dropped=1)
+
+
+async def test_nothing_is_written_to_nobody() -> None:
+    """Watchers that are dropped as the process ends still report."""
+    house = House()
+    house.transport.closing = True
+    house.port.report(Tried(A))
+    assert house.transport.written == []
