@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 _HANGS_AFTER_S = 10.0
 """Silent for so long, with a heartbeat due every second, they hang; a busy machine delays them by less."""
+_SECOND_LOOK_S = 2.0
+"""Before that is believed: where we were the ones that stood still, what they said meanwhile is only now read."""
 _SETTLED_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
 _STOP_GRACE_S = 2.0
@@ -52,8 +54,8 @@ class LinkEvents(Protocol):
     def senses_lost(self) -> None:
         """They fell or hung."""
 
-    def senses_dropped(self, figures: int) -> None:
-        """They could not send so many figures, since we did not take them in time."""
+    def senses_dropped(self, reports: int) -> None:
+        """They did not send so many reports, since we did not take those before in time."""
 
 
 class Senses:
@@ -216,14 +218,19 @@ class _Line(asyncio.Protocol):
 
     async def until_silent(self) -> None:
         """Until the other end hangs up, or says nothing for too long."""
+        while not self._lost:
+            self._heard.clear()
+            if not (await self._hears(_HANGS_AFTER_S) or await self._hears(_SECOND_LOOK_S)):
+                log.error("senses are silent, killing them", silent_s=_HANGS_AFTER_S)
+                return
+
+    async def _hears(self, patience_s: float) -> bool:
+        """Whether something came."""
+        # not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for comes just then
         with contextlib.suppress(TimeoutError):
-            while not self._lost:
-                self._heard.clear()
-                # not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for comes just then
-                async with asyncio.timeout(_HANGS_AFTER_S):
-                    await self._heard.wait()
-            return
-        log.error("senses are silent, killing them", silent_s=_HANGS_AFTER_S)
+            async with asyncio.timeout(patience_s):
+                await self._heard.wait()
+        return self._heard.is_set()
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

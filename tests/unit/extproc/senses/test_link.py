@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -17,7 +19,7 @@ from extproc.observe.metrics import Metrics
 from extproc.senses import link as module
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
-from extproc.senses.messages import Target
+from extproc.senses.messages import Alive, Target, encode
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 
@@ -56,7 +58,7 @@ class House:
         """LinkEvents."""
         self.losses += 1
 
-    def senses_dropped(self, figures: int) -> None:
+    def senses_dropped(self, reports: int) -> None:
         """LinkEvents."""
 
     async def start(self) -> None:
@@ -126,6 +128,59 @@ async def test_senses_that_hang_are_killed_and_started_again(house: House, monke
     with pytest.raises(ProcessLookupError):
         os.kill(hung, 0)
     await house.until_seen(7)
+
+
+class Line:
+    """Our end of a socket whose other end is in the test's hand; `silence`: runs until it is believed."""
+
+    async def open(self) -> Line:
+        """Connect it."""
+        ours, self.theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        self.transport, line = await loop.create_unix_connection(lambda: module._Line(lambda _report: None), sock=ours)
+        self.silence = asyncio.create_task(line.until_silent())
+        await asyncio.sleep(0)
+        return self
+
+    def close(self) -> None:
+        """Hang up."""
+        self.silence.cancel()
+        self.transport.abort()
+        self.theirs.close()
+
+
+async def test_senses_are_not_silent_because_we_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a SIGSTOP our own timers are due at once; what they sent meanwhile is there, but not read yet."""
+    monkeypatch.setattr(module, "_HANGS_AFTER_S", 0.05)
+    line = await Line().open()
+    line.theirs.send(encode(Alive()))
+    time.sleep(0.1)  # noqa: ASYNC251 - we stand still
+    monkeypatch.setattr(module, "_HANGS_AFTER_S", 60.0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not line.silence.done()
+    line.close()
+
+
+async def test_senses_that_stood_still_with_us_get_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slept: nothing waits to be read, but they go on as we do."""
+    monkeypatch.setattr(module, "_HANGS_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "_SECOND_LOOK_S", 60.0)
+    line = await Line().open()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not line.silence.done()
+    line.close()
+
+
+async def test_senses_that_say_nothing_at_the_second_look_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment passes too."""
+    monkeypatch.setattr(module, "_HANGS_AFTER_S", 0.01)
+    monkeypatch.setattr(module, "_SECOND_LOOK_S", 0.01)
+    line = await Line().open()
+    async with asyncio.timeout(HANG_S):
+        await line.silence
+    line.close()
 
 
 async def test_closing_leaves_no_process(house: House) -> None:
