@@ -42,6 +42,7 @@ _SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
 by default, and below what a drain waits for us.
 """
 _DEAF_AFTER_S = 10.0
+_LISTEN_AGAIN_S = 10.0
 _RECONNECT_MS, _SLOWEST_RECONNECT_MS = 100, 2_000
 _MOST_SOCKETS = 8_192
 
@@ -61,7 +62,18 @@ class Ears:
         return min(max(self.listening / _REPORTS_PER_S, _SHORTEST_GAP_S), _LONGEST_GAP_S)
 
     def subscribe(self, host: str, port: int) -> zmq.asyncio.Socket:
-        """A socket that is being connected, for as long as it takes, and again whenever the connection is lost."""
+        """A socket that is being connected, for as long as it takes, and again whenever the connection is lost.
+
+        Raises OSError: no socket left, no such host.
+        """
+        import zmq
+
+        try:
+            return self._connecting(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+
+    def _connecting(self, at: str) -> zmq.asyncio.Socket:
         import zmq.asyncio
 
         if self._context is None:
@@ -72,10 +84,14 @@ class Ears:
             zmq.RECONNECT_IVL: _RECONNECT_MS, zmq.RECONNECT_IVL_MAX: _SLOWEST_RECONNECT_MS,
         }  # fmt: skip
         socket = zmq.asyncio.Socket(self._context, zmq.SUB)
-        for option, value in options.items():
-            socket.setsockopt(option, value)
-        socket.connect(f"tcp://{host}:{port}")
-        socket.subscribe(b"")
+        try:
+            for option, value in options.items():
+                socket.setsockopt(option, value)
+            socket.connect(at)
+            socket.subscribe(b"")
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket
 
     def close(self) -> None:
@@ -141,13 +157,23 @@ class Listener:
     # -- what is pushed
 
     async def _listen(self, port: int) -> None:
+        """Until cancelled, whatever goes wrong: a task that ended would leave the endpoint without figures."""
         while True:
             try:
-                socket = self._ears.subscribe(self._host, port)
-            except Exception as error:  # noqa: BLE001 - no socket left, no such host: scraping goes on
+                await self._listen_on(self._ears.subscribe(self._host, port))
+            except OSError as error:
                 log.warning("cannot listen to pushes", endpoint=self._address, port=port, error=str(error))
-                return
-            await self._listen_on(socket)
+                await self._pause()
+            except Exception:
+                log.exception("listening to pushes failed", endpoint=self._address, port=port)
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """It went wrong: scraping goes on at full pace meanwhile."""
+        self._begin()
+        self._silent()
+        self._report(Heard(self._address, deaf=1))
+        await asyncio.sleep(_LISTEN_AGAIN_S)
 
     async def _listen_on(self, socket: zmq.asyncio.Socket) -> None:
         """Until nothing has come for so long that the socket may be deaf, as ZMQ's are once a message was cut off."""
@@ -196,7 +222,8 @@ class Listener:
             self._ignored += 1
             return
         self._taken += 1
-        self._newest = pushed if self._newest is None else _merged(self._newest, pushed)
+        state = _without_requests(pushed)
+        self._newest = state if self._newest is None else _merged(self._newest, state)
 
     def _is_ours(self, pushed: Pushed) -> bool:
         if pushed.run == self._page.stats_run:
@@ -226,14 +253,17 @@ def _behind(figures: EngineFigures, page: EngineFigures) -> bool:
     return any((getattr(figures, name) or 0) < (getattr(page, name) or 0) for name in _GROWING)
 
 
+def _without_requests(pushed: Pushed) -> Pushed:
+    """Single requests are left out: nobody asks for them yet, and they are most of a message."""
+    return msgspec.structs.replace(pushed, finished=(), ttfts_s=())
+
+
 def _merged(before: Pushed, now: Pushed) -> Pushed:
-    """The newest state, with what happened in both. Single requests are left out: nobody asks for them yet."""
+    """The newest state, with what happened in both."""
     return msgspec.structs.replace(
         now,
         kv_peak=max(before.kv_peak or 0.0, now.kv_peak or 0.0),
         first_tokens=before.first_tokens + now.first_tokens,
         largest_request_tokens=max(before.largest_request_tokens, now.largest_request_tokens),
         left_out=before.left_out + now.left_out,
-        finished=(),
-        ttfts_s=(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -263,14 +264,63 @@ async def test_a_listener_reports_more_rarely_in_a_large_fleet(house: House) -> 
     house.ears.listening = 0
 
 
-async def test_without_a_socket_left_scraping_goes_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is logged, and no more."""
+async def test_without_a_socket_left_listening_is_tried_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scraping goes on meanwhile. It is counted, and when there is one, pushes are heard."""
+    subscribe = house.ears.subscribe
 
-    def subscribe(_host: str, _port: int) -> None:
-        raise zmq.ZMQError(zmq.EMFILE)
+    def fail_twice(host: str, port: int) -> zmq.asyncio.Socket:
+        if house.total("deaf") < 2:
+            raise OSError(errno.EMFILE, "no file left")
+        return subscribe(host, port)
 
-    monkeypatch.setattr(house.ears, "subscribe", subscribe)
-    house.listener.told(house.page())
-    assert house.listener.task is not None
-    await house.listener.task
+    monkeypatch.setattr(module, "_LISTEN_AGAIN_S", 0.01)
+    monkeypatch.setattr(house.ears, "subscribe", fail_twice)
+    await house.listen()
+    assert house.total("deaf") == 2
     assert not house.listener.live
+    await house.send(message(1))
+    await eventually(lambda: house.listener.live)
+
+
+async def test_a_fault_while_listening_brings_the_page_back(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushes count no more until listening has begun anew; else the endpoint had no figures for ever."""
+    monkeypatch.setattr(module, "_LISTEN_AGAIN_S", 0.01)
+    await house.listen()
+    await house.send(message(1))
+    await eventually(lambda: house.listener.live)
+    with monkeypatch.context() as patch:
+        patch.setattr(house.listener, "_is_new", lambda _: 1 / 0)
+        await house.send(message(2))
+        await eventually(lambda: house.total("deaf") == 1)
+    assert not house.listener.live
+    assert house.wakes == 1
+    await house.socket.recv()  # it left,
+    await house.socket.recv()  # and came again
+    await house.send(message(3))
+    await eventually(lambda: house.listener.live)
+    assert house.ears.listening == 1
+
+
+async def test_a_socket_that_cannot_be_set_up_is_closed(house: House) -> None:
+    """Or each try would take one for good."""
+    closed = []
+
+    class Watched(zmq.asyncio.Socket):
+        def close(self, linger: int | None = None) -> None:
+            closed.append(self)
+            super().close(linger)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zmq.asyncio, "Socket", Watched)
+        with pytest.raises(OSError, match="Invalid argument"):
+            house.ears.subscribe("no host", 1)
+    assert len(closed) == 1
+
+
+async def test_single_requests_go_no_further(house: House) -> None:
+    """Nobody asks for them, and they are most of a message."""
+    await house.listen()
+    ended = ["r1", "stop", 5, 5, 0, 1.0, 0.0]
+    await house.send(message(1, finished=[ended], ttfts_s=[0.1], first_tokens=1))
+    await eventually(lambda: bool(house.pushed))
+    assert (house.pushed[0].finished, house.pushed[0].ttfts_s, house.pushed[0].first_tokens) == ((), (), 1)
