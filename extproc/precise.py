@@ -114,7 +114,7 @@ def _precise_of(pool: Pool, settings: PreciseIndex, endpoints: Sequence[str]) ->
         list(endpoints),
         KvEvents(events.port, events.replay_port, events.ranks, events.bind),
         None if settings.tokenizer == "engine" else str(settings.tokenizer),
-        settings.cached_texts,
+        settings.cached_bytes,
         settings.tiers.model_dump(),
         settings.max_blocks,
         round(settings.budget_ms),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -48,6 +49,8 @@ class NoTokens(StrEnum):
     """Its fields, or the template, are not what vLLM would take."""
     NOT_READY = "not_ready"
     """The tokenizer is not loaded, or no engine answers."""
+    FAILED = "failed"
+    """A fault of ours."""
 
 
 class Untokenizable(Exception):
@@ -107,14 +110,21 @@ def _template_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(own, dict) or own.keys() & {"chat_template", "tokenize"}:
         raise Untokenizable(NoTokens.UNREADABLE, "chat_template_kwargs")
     said: dict[str, Any] = {
-        "add_generation_prompt": fields.get("add_generation_prompt", True),
-        "continue_final_message": fields.get("continue_final_message", False),
+        "add_generation_prompt": _flag(fields, "add_generation_prompt", default=True),
+        "continue_final_message": _flag(fields, "continue_final_message", default=False),
         "documents": fields.get("documents"),
         "reasoning_effort": fields.get("reasoning_effort"),
     }
     if said["reasoning_effort"] is not None and "enable_thinking" not in own:
         said["enable_thinking"] = said["reasoning_effort"] != "none"
     return own | {name: value for name, value in said.items() if value not in (None, "auto")}
+
+
+def _flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise Untokenizable(NoTokens.UNREADABLE, name)
+    return value
 
 
 # -- asking the engine
@@ -204,9 +214,17 @@ def _parts_are_text(messages: object) -> list[dict[str, Any]]:
         raise Untokenizable(NoTokens.UNREADABLE, "messages")
     for message in messages:
         for part in _parts(message):
-            if isinstance(part, dict) and (part.get("type") not in _TEXTS or part.get("uuid") is not None):
-                raise Untokenizable(NoTokens.NOT_TEXT, str(part.get("type"))[:40])
+            if isinstance(part, dict):
+                _part_is_text(part)
     return messages
+
+
+def _part_is_text(part: Mapping[str, Any]) -> None:
+    kind = part.get("type")
+    if kind is not None and not isinstance(kind, str):
+        raise Untokenizable(NoTokens.UNREADABLE, "the type of a part")
+    if kind not in _TEXTS or part.get("uuid") is not None:
+        raise Untokenizable(NoTokens.NOT_TEXT, str(kind)[:40])
 
 
 def _parts(message: Mapping[str, Any]) -> list[Any]:
@@ -221,7 +239,7 @@ def conversation(messages: object, *, as_parts: bool) -> list[dict[str, Any]]:
     made = [_message(message, as_parts=as_parts) for message in _parts_are_text(messages)]
     for message in made:
         if message.get("tool_calls") is not None:
-            message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+            message["tool_calls"] = _tool_calls(message["tool_calls"])
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
     return made
@@ -280,6 +298,12 @@ def _without_billing(part: str | dict[str, Any]) -> str | dict[str, Any] | None:
     return rest if isinstance(part, str) else part | {"text": rest}
 
 
+def _tool_calls(calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Untokenizable(NoTokens.UNREADABLE, "tool_calls")
+    return [_tool_call(call) for call in calls]
+
+
 def _tool_call(call: object) -> dict[str, Any]:
     """Templates want the arguments as an object, where the API has a string; what is none counts as empty."""
     function = call.get("function") if isinstance(call, dict) else None
@@ -291,6 +315,8 @@ def _tool_call(call: object) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             arguments = {}
+        except RecursionError as error:
+            raise Untokenizable(NoTokens.UNREADABLE, "tool_calls are nested too deep") from error
     return call | {"function": function | {"arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
@@ -452,14 +478,17 @@ def _up_to_mark(text: str) -> str:
 
 # -- a tokenizer of our own
 
+_ENTRY_BYTES = 300
+"""What an entry of the cache takes beside the tokens: its key, its place in the order, and so on."""
+
 
 class LocalTokenizer:
     """A model's tokenizer, from the folder that vLLM would load it from. Thread-safe; encoding holds no lock.
 
-    `cached_texts`: texts whose tokens are remembered.
+    `cached_bytes`: what the tokens of texts that were seen may take.
     """
 
-    def __init__(self, folder: Path, *, cached_texts: int = 1_000) -> None:
+    def __init__(self, folder: Path, *, cached_bytes: int = 64 * 1024 * 1024) -> None:
         """Raise NotInstalled or NoTokenizer."""
         try:
             import jinja2  # noqa: F401
@@ -475,8 +504,13 @@ class LocalTokenizer:
         self._tokenizer.no_padding()
         special = _special_tokens(_json_of(folder / "special_tokens_map.json") | settings)
         self._templates = {name: ChatTemplate(text, special) for name, text in _templates(folder, settings).items()}
-        self._cache: LRUCache[int, bytes] = LRUCache(cached_texts)
         self._lock = Lock()
+        self.remember(cached_bytes)
+
+    def remember(self, cached_bytes: int) -> None:
+        """Begin to remember anew, up to so many bytes."""
+        with self._lock:
+            self._cache: LRUCache[int, bytes] = LRUCache(cached_bytes, getsizeof=_cached_size)
 
     def tokens_of(self, path: str, body: bytes) -> bytes:
         """The tokens of a request's prompt. Raises Untokenizable."""
@@ -509,9 +543,13 @@ class LocalTokenizer:
         if known is None:
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
             known = _packed(encoded.ids)
-            with self._lock:
+            with self._lock, suppress(ValueError):  # more than all that may be remembered
                 self._cache[key] = known
         return known
+
+
+def _cached_size(tokens: bytes) -> int:
+    return len(tokens) + _ENTRY_BYTES
 
 
 def _json_of(file: Path) -> dict[str, Any]:

@@ -336,7 +336,7 @@ class PreciseIndex(Model):
     max_blocks: Positive = Field(200_000, description="kept per engine, the oldest forgotten")
     max_body_bytes: Positive = Field(1024 * 1024, description="larger requests are matched approximately")
     max_waiting: Positive = Field(64, description="questions open at once; more are answered approximately")
-    cached_texts: Positive = Field(1_000, description="texts whose tokens are remembered")
+    cached_bytes: Positive = Field(64 * 1024 * 1024, description="for the tokens of texts that were seen")
 
     @field_validator("tokenizer")
     @classmethod

@@ -91,7 +91,7 @@ class PreciseOf(msgspec.Struct, frozen=True):
     endpoints: list[str]
     events: KvEvents
     tokenizer: str | None
-    cached_texts: int
+    cached_bytes: int
     tiers: dict[str, float]
     max_blocks: int
     patience_ms: int

@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from traceback import extract_tb
 
 import aiohttp
 import structlog
-from msgspec.structs import replace
 
 from extproc.senses.kv_feed import KvFeed
 from extproc.senses.messages import Index, Indexed, Match, Matched, PreciseOf, Scraped
@@ -72,19 +72,24 @@ class _Pool:
         self.watch(spec)
 
     def watch(self, spec: PreciseOf) -> None:
-        """Its endpoints have changed."""
-        self.spec = spec
+        """Its endpoints have changed, or what it takes to tokenize."""
+        before, self.spec = self.spec, spec
+        if self._tokenizer is not None and spec.cached_bytes != before.cached_bytes:
+            self._tokenizer.remember(spec.cached_bytes)
         self._no_render_until_s = {at: s for at, s in self._no_render_until_s.items() if at in set(spec.endpoints)}
         self.feed.watch(spec.endpoints)
 
     async def _load(self, folder: Path) -> None:
         """Import and read it in a thread: both take a second or so."""
-        cached = self.spec.cached_texts
         try:
-            make = lambda: LocalTokenizer(folder, cached_texts=cached)  # noqa: E731 - shorter than a partial
-            self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            made = await asyncio.get_running_loop().run_in_executor(self._threads, LocalTokenizer, folder)
         except (NotInstalled, NoTokenizer, OSError) as error:
             log.error("no tokenizer", pool=self.spec.pool, error=str(error))  # noqa: TRY400 - says it all
+        except Exception:
+            log.exception("no tokenizer", pool=self.spec.pool)  # or nobody would hear of it
+        else:
+            made.remember(self.spec.cached_bytes)
+            self._tokenizer = made
 
     async def matched(self, asked: Match) -> Matched:
         """The answer, whatever it is."""
@@ -185,7 +190,7 @@ class Prefixes:
         self._threads: ThreadPoolExecutor | None = None
 
     def order(self, wanted: Index) -> None:
-        """Keep an index for exactly these pools. One that changes in more than its endpoints begins anew."""
+        """Keep an index for exactly these pools. One that changes in what makes the index begins anew."""
         specs = {spec.pool: spec for spec in wanted.pools}
         for name, pool in list(self._pools.items()):
             spec = specs.get(name)
@@ -210,9 +215,11 @@ class Prefixes:
         pool = self._pools.get(asked.pool)
         try:
             answer = Matched(asked.number, why=NoTokens.NOT_READY) if pool is None else await pool.matched(asked)
-        except Exception:
-            log.exception("match failed", pool=asked.pool)
-            answer = Matched(asked.number, why=NoTokens.UNREADABLE)
+        except Exception as error:  # noqa: BLE001 - whatever it is, who asked waits for an answer
+            # a client may do this as often as it likes: one line, and nothing that it wrote, as texts of errors have
+            at = extract_tb(error.__traceback__)[-1]
+            log.error("match failed", pool=asked.pool, kind=type(error).__name__, at=f"{at.name}:{at.lineno}")  # noqa: TRY400
+            answer = Matched(asked.number, why=NoTokens.FAILED)
         self._report(answer)
 
     def scraped(self, message: Scraped) -> None:
@@ -249,4 +256,5 @@ class Prefixes:
 
 
 def _same(one: PreciseOf, other: PreciseOf) -> bool:
-    return replace(one, endpoints=[]) == replace(other, endpoints=[])
+    """Whether an index for the one is one for the other too."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("events", "tiers", "max_blocks", "tokenizer"))

@@ -33,6 +33,9 @@ TEMPLATE = (
 )
 
 
+DEEP = [{"function": {"name": "f", "arguments": '{"a":' * 100_000}}]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer that knows ten words, and puts <s> before a text where special tokens are asked for."""
@@ -100,6 +103,30 @@ def test_the_same_text_is_encoded_once(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
     assert tokenizer.tokens_of(COMPLETION_PATH, bodies[1]) == first
     assert _words(tokenizer.tokens_of(COMPLETION_PATH, bodies[0])) == "<s> a"
+
+
+def test_what_is_remembered_is_bounded_in_bytes(folder: Path) -> None:
+    """The least recently used goes; a text that is larger than all is encoded each time."""
+    tokenizer = LocalTokenizer(folder, cached_bytes=1_000)
+    for word, words in (("a", 50), ("b", 50), ("c", 5_000), ("?", 50)):
+        body = json.dumps({"prompt": f"{word} " * words, "add_special_tokens": False}).encode()
+        assert len(tokenizer.tokens_of(COMPLETION_PATH, body)) == 4 * words
+    kept = [_words(tokens)[0] for tokens in tokenizer._cache.values()]
+    assert kept == ["b", "?"]
+    tokenizer.remember(10_000)
+    assert len(tokenizer._cache) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"add_generation_prompt": None}, {"messages": [{"role": "user", "content": [{"type": []}]}]}],
+)
+def test_what_vllm_would_refuse_is_not_asked_for(fields: dict[str, Any]) -> None:
+    """With a reason, where an engine is asked for the tokens."""
+    body = json.dumps({"messages": []} | fields).encode()
+    with pytest.raises(Untokenizable) as raised:
+        list(questions(CHAT_PATH, body))
+    assert raised.value.reason is NoTokens.UNREADABLE
 
 
 # -- what a template gets
@@ -240,6 +267,11 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
         (COMPLETION_PATH, {"prompt": [-1]}, NoTokens.UNREADABLE),
         (COMPLETION_PATH, {"prompt": "\ud800"}, NoTokens.UNREADABLE),
         (COMPLETION_PATH, {}, NoTokens.UNREADABLE),
+        (CHAT_PATH, {"messages": [], "add_generation_prompt": None}, NoTokens.UNREADABLE),
+        (CHAT_PATH, {"messages": [], "continue_final_message": "no"}, NoTokens.UNREADABLE),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": [{"type": []}]}]}, NoTokens.UNREADABLE),
+        (CHAT_PATH, {"messages": [{"role": "assistant", "tool_calls": 5}]}, NoTokens.UNREADABLE),
+        (CHAT_PATH, {"messages": [{"role": "assistant", "tool_calls": DEEP}]}, NoTokens.UNREADABLE),
     ],
 )  # fmt: skip
 def test_what_has_no_tokens_has_a_reason(path: str, body: dict[str, Any], reason: NoTokens, folder: Path) -> None:

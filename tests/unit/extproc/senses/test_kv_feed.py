@@ -415,7 +415,7 @@ async def test_an_endpoint_that_leaves_while_it_speaks_does_not_come_back() -> N
         for _ in range(10):
             await asyncio.sleep(0)
         assert rig.feed.counts["batches"] == taken
-        assert not (rig.index._engines or rig.feed._sources or rig.feed._waiting)
+        assert [rig.index._engines, rig.feed._sources, rig.feed._waiting] == [{}, {}, {}]
 
 
 async def test_a_rank_that_leaves_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from extproc.senses import prefix as module
@@ -216,19 +217,60 @@ async def test_a_restart_in_the_metrics_empties_the_index() -> None:
         assert len(rig.pool.index) == 0
 
 
-async def test_endpoints_change_without_losing_the_index() -> None:
-    """Anything else that changes begins it anew; a pool that goes takes its index along."""
-    async with _rig(Engine(renders=True)) as rig:
+@pytest.mark.parametrize(
+    "changed",
+    [{"endpoints": ["127.0.0.1:9"]}, {"patience_ms": 7}, {"cached_bytes": 5}],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_what_does_not_make_the_index_changes_without_losing_it(changed: dict[str, Any], folder: Path) -> None:
+    """And counts from then on."""
+    async with _rig(Engine(renders=True), folder) as rig:
+        assert rig.pool._loading is not None
+        await rig.pool._loading
+        assert rig.pool._tokenizer is not None
+        changed["endpoints"] = [*rig.spec.endpoints, *changed.get("endpoints", [])]
         _holds(rig, 1)
-        spec = rig.spec
-        rig.prefixes.order(Index([PreciseOf("p", [*spec.endpoints, "127.0.0.1:9"], *_rest(spec, spec.max_blocks))]))
+        rig.prefixes.order(Index([replace(rig.spec, **changed)]))
         assert rig.prefixes._pools["p"] is rig.pool
         assert len(rig.pool.index) == 1
-        rig.prefixes.order(Index([PreciseOf("p", spec.endpoints, *_rest(spec, 5))]))
+        assert rig.pool.spec == replace(rig.spec, **changed)
+        assert rig.pool._tokenizer._cache.maxsize == rig.pool.spec.cached_bytes
+
+
+@pytest.mark.parametrize(
+    "changed", [{"max_blocks": 5}, {"tiers": {"gpu": 0.9}}, {"events": KvEvents(port=1)}, {"tokenizer": "/nowhere"}]
+)
+async def test_what_makes_the_index_begins_it_anew(changed: dict[str, Any]) -> None:
+    """A pool that goes takes its index along."""
+    async with _rig(Engine(renders=True)) as rig:
+        rig.prefixes.order(Index([replace(rig.spec, **changed)]))
         assert rig.prefixes._pools["p"] is not rig.pool
         rig.prefixes.order(Index([]))
         assert (await rig.ask()).why == "not_ready"
 
 
-def _rest(spec: PreciseOf, max_blocks: int) -> tuple[Any, ...]:
-    return spec.events, spec.tokenizer, spec.cached_texts, spec.tiers, max_blocks, spec.patience_ms
+async def test_a_template_that_is_no_text_is_logged(folder: Path) -> None:
+    """As is anything else that a folder may have in store; the pool goes on without."""
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with capture_logs() as logs:
+        async with _rig(Engine(renders=True), folder) as rig:
+            assert rig.pool._loading is not None
+            await rig.pool._loading
+            assert (await rig.ask()).why == "not_ready"
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["no tokenizer"]
+
+
+async def test_a_fault_of_ours_is_one_line_without_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a client wrote to bring it about, and however often."""
+
+    def fail(_path: str, body: bytes) -> None:
+        raise KeyError(body.decode())
+
+    monkeypatch.setattr(module, "ready_tokens", fail)
+    async with _rig(Engine(renders=True)) as rig:
+        with capture_logs() as logs:
+            assert (await rig.ask(b"secret")).why == "failed"
+    (line,) = [entry for entry in logs if entry["event"] == "match failed"]
+    assert "exc_info" not in line
+    assert "secret" not in str(line)
+    assert (line["kind"], line["at"].partition(":")[0]) == ("KeyError", "fail")
