@@ -62,18 +62,20 @@ class _Known:
 
     def before_another_run(self, now: _Known) -> bool:
         """Another start time, or a counter that went down."""
-        started = (self.started_at_s, now.started_at_s)
-        return (None not in started and started[0] != started[1]) or any(
-            _fell(getattr(self, name), getattr(now, name)) for name in _COUNTERS
+        return (
+            (self.started_at_s != now.started_at_s and None not in (self.started_at_s, now.started_at_s))
+            or _fell(self.prefix_queries_tokens, now.prefix_queries_tokens)
+            or _fell(self.prefix_hits_tokens, now.prefix_hits_tokens)
+            or _fell(self.steps, now.steps)
         )
 
     def update(self, now: _Known) -> None:
-        for name in (one.name for one in fields(now)):
-            if getattr(now, name) is not None:
-                setattr(self, name, getattr(now, name))
+        for name in _KNOWN:
+            if (told := getattr(now, name)) is not None:
+                setattr(self, name, told)
 
 
-_COUNTERS = ("prefix_queries_tokens", "prefix_hits_tokens", "steps")
+_KNOWN = tuple(one.name for one in fields(_Known))
 
 
 def _fell(before: float | None, now: float | None) -> bool:
@@ -107,8 +109,8 @@ class Counters:
 
     def _ended(self, finished: dict[str, float]) -> dict[str, float]:
         before, self._finished = self._finished, finished or self._finished
-        if before is None:
-            return {}  # the first page: nobody knows since when
+        if before is None or before == finished:
+            return {}  # the first page: nobody knows since when; or nothing has ended
         counts = {reason: _grown(before.get(reason), count) for reason, count in finished.items()}
         return {reason: count for reason, count in counts.items() if count}
 
