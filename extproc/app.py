@@ -208,6 +208,7 @@ class App:
         self._discovery.configure(config.pools)
         for name in gone:  # after discovery has ended too: it counts by pool
             self.metrics.pool_gone(name)
+        self.metrics.indexed_pools(pool.name for pool in config.pools if pool.precise is not None)
         self._watch()
         self._keep(config)
 

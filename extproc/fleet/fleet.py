@@ -2,7 +2,7 @@
 
 Single writer of FleetState's life-cycle, model and scraped columns. It takes what discovery, probes, scrapes, access
 logs and Envoy's acknowledgements say, and answers with the assignments that xDS should publish. It does no I/O and
-starts no task: the watchers (watchers.py) and discovery call it.
+starts no task: the senses' inbox (senses/inbox.py), discovery and what becomes of requests call it.
 
     listed -> published to Envoy -> acknowledged by every Envoy -> may be picked
     gone   -> no longer picked    -> after a grace no longer published -> slot freed when nothing runs on it
@@ -137,6 +137,7 @@ class Fleet:
         self._thresholds = Thresholds()
         self._no_progress_s = math.inf
         self._kv_alarm = 1.0
+        self._asks_gpus = False
         self._zone: str | None = None
 
     # -- configuration and discovery
@@ -152,6 +153,9 @@ class Fleet:
         self._no_progress_s = probe.no_progress_ms / 1000
         self._kv_alarm = config.scrape.kv_alarm
         self._zone = config.zone
+        self._asks_gpus = config.scrape.dcgm is not None
+        if not self._asks_gpus:
+            self.gpus_fell_silent()
         for member in self._members.values():
             member.lifecycle.thresholds = self._thresholds
             member.forecast.alarm_share = self._kv_alarm
@@ -269,6 +273,8 @@ class Fleet:
         self._apply_capacity(member)
         if not member.pools:
             member.drained_by.clear()
+            member.forecast.forget()
+            self._show_no_forecast(member.slot)
             self._observe(member, Evidence.REMOVED)
         else:
             self._hold(member, f"pool {pool}", drain=False)
@@ -336,6 +342,16 @@ class Fleet:
                 self._events.endpoint_gone(member.address)
         if published_less:
             self.on_assignments()
+        self._end_old_forecasts(now_s)
+
+    def _end_old_forecasts(self, now_s: float) -> None:
+        """A dead engine's cache fills up no more. Its figures' history stays: they may only be late."""
+        state = self.state
+        told = np.flatnonzero(state.kv_alarm | np.isfinite(state.kv_full_in_s))
+        self._show_no_forecast(told[state.stale(told, now_s)])
+
+    def _show_no_forecast(self, slots: np.ndarray[tuple[int], np.dtype[np.intp]] | int) -> None:
+        self.state.kv_alarm[slots], self.state.kv_full_in_s[slots] = False, math.inf
 
     # -- evidence
 
@@ -433,7 +449,7 @@ class Fleet:
     def exported(self, address: str, gpus: GpuLoad | None) -> None:
         """An endpoint's host told of its GPUs, or no more."""
         slot = self.state.slot_of(address)
-        if slot is not None:
+        if slot is not None and self._asks_gpus:
             memory_used = None if gpus is None else gpus.memory_used
             self.state.gpu_used[slot] = math.nan if gpus is None else gpus.used
             self.state.gpu_memory_used[slot] = math.nan if memory_used is None else memory_used
@@ -463,6 +479,10 @@ class Fleet:
         """Nobody is listened to any more."""
         for address in self._members:
             self.push_fell_silent(address)
+
+    def gpus_fell_silent(self) -> None:
+        """No host is asked for its GPUs any more."""
+        self.state.gpu_used[:] = self.state.gpu_memory_used[:] = math.nan
 
     def _take_figures(self, member: _Member, figures: EngineFigures, kv_peak: float | None) -> None:
         """What an engine tells of itself. `kv_peak`: the highest usage since it was last told."""
@@ -559,6 +579,7 @@ class Fleet:
         for pool in member.pools:
             self.placements[pool].forget(member.slot)
         member.forecast.forget()
+        self._show_no_forecast(member.slot)
         self._hold(member, _ENGINE, drain=member.pushed is not None and member.pushed.phase == "draining")
         self._observe(member, Evidence.RESTARTED)
         self._events.endpoint_restarted(member.address)
@@ -626,15 +647,24 @@ class Fleet:
         }
 
 
+_PUSHED_ALONE = {
+    "engine_phase": "phase",
+    "max_running": "most_running",
+    "first_tokens": "first_tokens",
+    "requests_not_listed": "left_out",
+    "largest_request_tokens": "largest_request_tokens",
+    "largest_request_bytes": "largest_request_bytes",
+    "kv_bytes_per_token": "kv_bytes_per_token",
+    "push_troubles": "troubles",
+}
+"""Names in the admin API -> fields of Pushed."""
+
+
 def _describe_push(pushed: Pushed | None) -> dict[str, Any]:
     """What only an engine that pushes tells."""
     if pushed is None:
-        return {"engine_phase": None, "max_running": None, "largest_request_tokens": None}
-    return {
-        "engine_phase": pushed.phase,
-        "max_running": pushed.most_running,
-        "largest_request_tokens": pushed.largest_request_tokens,
-    }
+        return dict.fromkeys(_PUSHED_ALONE)
+    return {name: getattr(pushed, figure) for name, figure in _PUSHED_ALONE.items()}
 
 
 def _describe_engine(figures: EngineFigures | None) -> dict[str, Any]:

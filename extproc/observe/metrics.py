@@ -43,6 +43,7 @@ class Metrics:
         self._label_names: dict[Counter | Gauge | Histogram, tuple[str, ...]] = {}
         self._children: dict[_Child, Counter | Gauge | Histogram] = {}
         self._children_of: dict[tuple[str, str], set[_Child]] = {}  # by ("pool", name) and ("endpoint", address)
+        self._indexed_pools: frozenset[str] = frozenset()
         self._requests()
         self._wire()
         self._fleet()
@@ -111,6 +112,9 @@ class Metrics:
             "endpoints_acquitted", "500s that a second endpoint answered as well: the request's fault", "endpoint"
         )
         self._pushes = self._counter("pushes", "Messages of the engines' plugins", "endpoint", "result")
+        self._push_troubles = self._counter(
+            "push_troubles", "Figures that an endpoint's plugin could not take from its engine", "endpoint"
+        )
         self._trials = self._counter("trials", "Generations asked of endpoints that take no traffic", "result")
         self._discoveries = self._counter("discoveries", "Reads of a discovery source", "pool", "result")
         self._discovery_failures = self._counter("discovery_failures", "Failed reads by reason", "pool", "reason")
@@ -162,11 +166,19 @@ class Metrics:
     def _drop(self, label: str, value: str) -> None:
         """Drop every series of one pool or endpoint."""
         for child in self._children_of.pop((label, value), set()):
-            family, labels = child
-            family.remove(*labels)
-            del self._children[child]
-            for owner in self._owners(child):
-                self._children_of.get(owner, set()).discard(child)
+            self._forget(child)
+
+    def _forget(self, child: _Child) -> None:
+        family, labels = child
+        family.remove(*labels)
+        del self._children[child]
+        for owner in self._owners(child):
+            self._children_of.get(owner, set()).discard(child)
+
+    def _drop_of_pool(self, pool: str, *families: Counter | Gauge) -> None:
+        """Drop a pool's series of these families."""
+        for child in [child for child in self._children_of.get(("pool", pool), ()) if child[0] in families]:
+            self._forget(child)
 
     # -- requests
 
@@ -313,12 +325,18 @@ class Metrics:
         self._child(self._probes, _result(ok=ok)).inc()
 
     def senses_up(self, *, up: bool) -> None:
-        """The senses can be heard; or no more."""
+        """The senses can be heard; or no more, and with them the indexes they kept are gone."""
         self._senses_up.set(float(up))
+        for pool in () if up else self._indexed_pools:
+            self._drop_of_pool(pool, self._index_blocks, self._index_blind)
 
     def heard(self, address: str, result: str, messages: int) -> None:
         """Messages of an endpoint's plugin."""
         self._child(self._pushes, address, result).inc(messages)
+
+    def push_troubled(self, address: str, figures: int) -> None:
+        """An endpoint's plugin could not take so many figures from its engine."""
+        self._child(self._push_troubles, address).inc(figures)
 
     def senses_lost(self) -> None:
         """The senses fell or hung."""
@@ -328,8 +346,17 @@ class Metrics:
         """So many reports were not handed over, since we did not take those before."""
         self._senses_dropped.inc(reports)
 
+    def indexed_pools(self, pools: Iterable[str]) -> None:
+        """Exactly these pools have a precise index; drop the series of those that have none any more."""
+        wanted = frozenset(pools)
+        for pool in self._indexed_pools - wanted:
+            self._drop_of_pool(pool, self._index_blocks, self._index_blind, self._kv_events)
+        self._indexed_pools = wanted
+
     def indexed(self, message: Indexed) -> None:
-        """How a pool's precise index is."""
+        """How a pool's precise index is. One that is wanted no more may still be told of."""
+        if message.pool not in self._indexed_pools:
+            return
         self._child(self._index_blocks, message.pool).set(message.blocks)
         self._child(self._index_blind, message.pool).set(message.blind)
         for what, happened in message.counts.items():

@@ -27,6 +27,7 @@ from extproc.senses.messages import (
 )
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing, trial_passed
+from vllm_adapters.pushed import Pushed
 
 _TRIAL_PATIENCE_S = 1.0
 """Engines that shut down refuse within milliseconds; a token comes sooner unless others are before it."""
@@ -50,7 +51,10 @@ class SensesEvents(Protocol):
         """A trial was answered."""
 
     def heard(self, address: str, result: str, messages: int) -> None:
-        """So many messages of an endpoint's plugin were taken, lost, malformed, ignored."""
+        """So many messages of an endpoint's plugin were taken, lost, malformed, ignored; or attempts to listen failed (`deaf`)."""
+
+    def push_troubled(self, address: str, figures: int) -> None:
+        """An endpoint's plugin could not take so many figures from its engine."""
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class Inbox:
         self._events = events
         self._clock = clock
         self._pending: dict[str, _Trial] = {}
+        self._troubles: dict[str, tuple[str, int]] = {}
+        """By endpoint: the plugin's run, and the figures it could not take in it, as far as they were counted."""
 
     def take(self, message: FromSenses) -> None:
         """Pass one message on."""
@@ -102,12 +108,14 @@ class Inbox:
     def forget(self, address: str) -> None:
         """An endpoint is watched no more, or by other senses than before."""
         self._pending.pop(address, None)
+        self._troubles.pop(address, None)
 
     def forget_all(self) -> None:
-        """Other senses have taken over; they know of no trial."""
+        """The senses fell: nobody tries, answers, listens or looks any more, and other ones will know of no trial."""
         self._pending.clear()
         self._matcher.lost()
         self._fleet.pushes_fell_silent()
+        self._fleet.gpus_fell_silent()
 
     def _scraped(self, message: Scraped) -> None:
         self._events.scraped(ok=message.figures is not None)
@@ -115,11 +123,20 @@ class Inbox:
             self._fleet.scraped(message.address, message.figures)
 
     def _heard(self, message: Heard) -> None:
-        for result in ("taken", "lost", "malformed", "ignored"):
+        for result in ("taken", "lost", "malformed", "ignored", "deaf"):
             if messages := getattr(message, result):
                 self._events.heard(message.address, result, messages)
         if message.pushed is not None:
+            self._note_troubles(message.address, message.pushed)
             self._fleet.pushed(message.address, message.pushed)
+
+    def _note_troubles(self, address: str, pushed: Pushed) -> None:
+        """It tells of all since its start; of those are counted that came since it was last heard."""
+        run, counted = self._troubles.get(address, ("", 0))
+        new = pushed.troubles - (counted if run == pushed.run else 0)
+        if new > 0 and self._fleet.state.slot_of(address) is not None:  # else nobody would forget it
+            self._troubles[address] = pushed.run, pushed.troubles
+            self._events.push_troubled(address, new)
 
     def _probed(self, message: Probed) -> None:
         ok = message.evidence is Evidence.PROBE_OK

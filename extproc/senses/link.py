@@ -145,7 +145,6 @@ class Senses:
         log.info("started", child="senses", pid=process.pid)
         try:
             _, line = await asyncio.get_running_loop().create_unix_connection(lambda: _Line(self._take), sock=ours)
-            self._inbox.forget_all()
             line.send(self._watch)
             line.send(self._index)
             self._line = line
@@ -158,6 +157,7 @@ class Senses:
         if self._line is not None:
             self._line.close()
         self._line = None
+        self._inbox.forget_all()
         self._events.senses_up(up=False)
 
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:

@@ -138,9 +138,9 @@ def test_pages_read_while_figures_are_pushed_count_as_read_and_for_nothing_else(
 
 def test_messages_are_counted_by_what_became_of_them(house: House) -> None:
     """Also when none of them was any good."""
-    house.take(Heard(A, None, taken=0, lost=3, malformed=2, ignored=1))
-    counts = [house.value("pointsman_pushes_total", result=r) for r in ("taken", "lost", "malformed", "ignored")]
-    assert counts == [None, 3, 2, 1]
+    house.take(Heard(A, None, taken=0, lost=3, malformed=2, ignored=1, deaf=4))
+    results = ("taken", "lost", "malformed", "ignored", "deaf")
+    assert [house.value("pointsman_pushes_total", result=r) for r in results] == [None, 3, 2, 1, 4]
 
 
 def test_without_senses_nobody_pushes(house: House) -> None:
@@ -149,6 +149,37 @@ def test_without_senses_nobody_pushes(house: House) -> None:
     house.inbox.forget_all()
     assert house.told["engine_phase"] is None
     assert house.state.silence_s[house.slot] == 0
+
+
+def test_what_a_plugin_could_not_take_is_counted_once(house: House) -> None:
+    """It tells of all since its start, again and again; another run begins anew."""
+    for run, troubles in (("a1", 0), ("a1", 3), ("a1", 3), ("a1", 5), ("b2", 2)):
+        house.take(Heard(A, Pushed(run, 1, "serving", EngineFigures(), troubles=troubles), taken=1))
+    house.take(FellSilent(A), Heard(A, Pushed("b2", 2, "serving", EngineFigures(), troubles=2), taken=1))
+    assert house.value("pointsman_push_troubles_total") == 5 + 2
+    assert house.told["push_troubles"] == 2
+
+
+def test_troubles_of_one_that_is_gone_are_not_kept(house: House) -> None:
+    """Nobody would forget them."""
+    house.take(Heard("10.0.0.9:1", Pushed("a1", 1, "serving", EngineFigures(), troubles=1), taken=1))
+    assert house.inbox._troubles == {}
+
+
+def test_what_requests_need_is_shown(house: House) -> None:
+    """Of those that ended since the message before."""
+    pushed = Pushed(
+        "a1", 1, "serving", EngineFigures(), first_tokens=3, left_out=4, largest_request_tokens=100,
+        kv_bytes_per_token=2.5,
+    )  # fmt: skip
+    house.take(Heard(A, pushed, taken=1))
+    told = house.told
+    assert (told["first_tokens"], told["requests_not_listed"]) == (3, 4)
+    assert (told["largest_request_tokens"], told["kv_bytes_per_token"], told["largest_request_bytes"]) == (
+        100,
+        2.5,
+        250,
+    )
 
 
 def test_unknown_endpoints_are_ignored(house: House) -> None:
@@ -287,4 +318,38 @@ def test_a_restart_empties_the_forecast_too(house: House) -> None:
         house.push(kv_used=0.01 * step, kv_peak=0.01 * step)
     assert house.told["kv_full_in_s"] < math.inf
     house.push(kv_used=0.1, kv_peak=0.1, started_at_s=9.0)
+    assert (house.told["kv_full_in_s"], house.told["kv_alarm"]) == (math.inf, False)
+
+
+def fill_up(house: House) -> None:
+    """Until the alarm is on."""
+    for step in range(60):
+        house.now_s += 0.2
+        house.push(kv_used=0.9 + 0.001 * step, kv_peak=0.9 + 0.001 * step)
+    assert house.value("pointsman_endpoint_kv_alarm") == 1
+    assert house.told["kv_full_in_s"] < math.inf
+
+
+def test_a_dead_engines_cache_fills_up_no_more(house: House) -> None:
+    """Neither when it is no longer heard of; late figures go on where they were, and log nothing again."""
+    fill_up(house)
+    house.fleet.tick()
+    assert house.told["kv_alarm"] is True
+    house.now_s += 30
+    house.fleet.tick()
+    assert (house.told["kv_full_in_s"], house.told["kv_alarm"]) == (math.inf, False)
+    with capture_logs() as logs:
+        house.push(kv_used=0.96, kv_peak=0.96)
+    assert house.told["kv_alarm"] is True
+    assert [log for log in logs if log["event"] == "KV cache fills up"] == []
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_forecast_ends_with_its_engine(house: House, *, gone: bool) -> None:
+    """It has left, though a request still runs there; or another one is in its place and has not told yet."""
+    fill_up(house)
+    if gone:
+        house.fleet.set_endpoints("m", [])
+    else:
+        house.take(Scraped(A, EngineFigures(running=0, waiting=0, started_at_s=9.0)))
     assert (house.told["kv_full_in_s"], house.told["kv_alarm"]) == (math.inf, False)

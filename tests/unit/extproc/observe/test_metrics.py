@@ -7,6 +7,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.observe.metrics import Metrics
+from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
@@ -312,3 +313,41 @@ def test_every_name_has_the_prefix_and_a_help_text(house: House) -> None:
     assert len(families) > 30
     assert all(family.name.startswith("pointsman_") and family.documentation for family in families)
     assert not [family.name for family in families if family.name.endswith("_created")]
+
+
+def index(house: House) -> dict[str, float | None]:
+    """What is shown of the precise index of pool p."""
+    house.metrics.indexed(Indexed("p", 7, 1, {"gaps": 2}))
+    return shown_index(house)
+
+
+def shown_index(house: House) -> dict[str, float | None]:
+    """Blocks, blind endpoints, events."""
+    gauges = {name: house.value(name, pool="p") for name in ("precise_index_blocks", "precise_index_blind_endpoints")}
+    return gauges | {"kv_events_total": house.value("kv_events_total", pool="p", what="gaps")}
+
+
+NO_INDEX = {"precise_index_blocks": None, "precise_index_blind_endpoints": None, "kv_events_total": None}
+
+
+def test_an_index_is_shown_while_its_pool_has_one(house: House) -> None:
+    """Not before, not after, and a report under way brings nothing back; what else is known of the pool stays."""
+    assert index(house) == NO_INDEX
+    house.metrics.indexed_pools(["p", "q"])
+    house.metrics.decided("p", A, "routed", 1, 1)
+    assert index(house) == {"precise_index_blocks": 7, "precise_index_blind_endpoints": 1, "kv_events_total": 2}
+    house.metrics.indexed_pools(["q"])
+    assert (shown_index(house), index(house)) == (NO_INDEX, NO_INDEX)
+    assert house.value("prefix_prompt_tokens_total", pool="p") == 1
+    house.metrics.indexed_pools(["p"])
+    assert index(house)["kv_events_total"] == 2
+
+
+def test_the_senses_take_their_indexes_with_them(house: House) -> None:
+    """Counts of what happened stay."""
+    house.metrics.indexed_pools(["p"])
+    index(house)
+    house.metrics.senses_up(up=False)
+    assert shown_index(house) == NO_INDEX | {"kv_events_total": 2}
+    house.metrics.senses_up(up=True)
+    assert index(house)["precise_index_blocks"] == 7

@@ -14,6 +14,7 @@ from extproc.config.schema import Dcgm
 from extproc.fleet.discovery.endpoints import as_discovered
 from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import Metrics
+from extproc.senses.inbox import Inbox
 from extproc.senses.messages import Exported, FromSenses, Pace, Scraped, Target, Watch
 from extproc.senses.targets import targets_of
 from extproc.senses.watchers import Watchers
@@ -29,7 +30,7 @@ Serve = Callable[[dict[str, str]], Awaitable[str]]
 
 def _fleet(*pools: str) -> Fleet:
     fleet = Fleet(FleetState(), Metrics(), lambda: 0.0)
-    config = parse("pools: [" + ", ".join(pools) + "]")
+    config = parse("scrape: {dcgm: {}}\npools: [" + ", ".join(pools) + "]")
     fleet.configure(Generation(1, config))
     for pool in config.pools:
         fleet.set_endpoints(pool.name, as_discovered(pool.endpoints.static or ()).values())
@@ -137,6 +138,23 @@ def test_what_a_host_tells_is_shown_until_it_tells_no_more() -> None:
         assert (described["gpu_used"], described["gpu_memory_used"]) == _series(metrics)
         shown.append(_series(metrics))
     assert shown == [(None, None), (0.5, 0.25), (0.75, None), (None, None)]
+
+
+@pytest.mark.parametrize("ending", ["reload", "senses down"])
+def test_gpus_that_nobody_asks_for_any_more_are_not_shown(ending: str) -> None:
+    """Their last figure would be taken for how they are; a report under way does not bring it back."""
+    pool = f"{{name: p, models: [m], endpoints: {{static: ['{A}']}}}}"
+    fleet = _fleet(pool)
+    metrics = Metrics()
+    metrics.observe_state(fleet.state, dict, lambda: 0.0)
+    fleet.exported(A, GpuLoad(1, 0.5, 0.25))
+    assert _series(metrics) == (0.5, 0.25)
+    if ending == "reload":
+        fleet.configure(Generation(2, parse(f"pools: [{pool}]")))
+        fleet.exported(A, GpuLoad(1, 0.5, 0.25))
+    else:
+        Inbox(fleet, metrics, lambda: 0.0).forget_all()
+    assert _series(metrics) == (None, None)
 
 
 def _series(metrics: Metrics) -> tuple[float | None, float | None]:
