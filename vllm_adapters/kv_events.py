@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,9 @@ END_OF_REPLAY = b"\xff" * SEQUENCE_BYTES
 """-1: what a replay ends with."""
 MOST_RANKS = 256
 """Data-parallel ranks behind one address; a larger number is no rank."""
+
+SOURCES_PATH = "/kv_event_sources"
+"""Where an engine says where its events come out."""
 
 _FRAMES = 3
 _BOTTOM_UP = frozenset({"full_attention", "mla_attention", "sink_full_attention", "unknown"})
@@ -136,6 +139,50 @@ def replayed(frames: Sequence[bytes]) -> Batch | None:
     return None if frames[2] == END_OF_REPLAY else parse_frames(frames[1:])
 
 
+# -- where an engine's events come out
+
+
+class _Told(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+    enable_kv_cache_events: bool = True
+
+
+_decode_told = msgspec.json.Decoder(dict[int, _Told]).decode
+
+
+class Place(msgspec.Struct, frozen=True):
+    """One engine's ports. `events` is None where it connects to us."""
+
+    events: int | None
+    replay: int | None
+
+
+Places: TypeAlias = dict[int, Place]
+"""By rank."""
+
+
+def places_told(answer: bytes) -> Places:
+    """What an engine says of itself. Raises ValueError."""
+    try:
+        told = _decode_told(answer)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    return {
+        rank: Place(_port(one.endpoint), _port(one.replay_endpoint))
+        for rank, one in told.items()
+        if one.enable_kv_cache_events and 0 <= rank < MOST_RANKS
+    }
+
+
+def _port(endpoint: str | None) -> int | None:
+    port = (endpoint or "").rpartition(":")[2]
+    return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else None
+
+
+# -- what a message has
+
+
 def _events(batch: _Batch) -> Iterator[Event]:
     for raw in batch.events:
         encoded = bytes(raw)
@@ -197,4 +244,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-__all__ = ["BadEvents", "Batch", "BlockHash", "address_in", "parse_frames", "replay_request", "replayed", "token_bytes"]
+__all__ = [
+    "SOURCES_PATH", "BadEvents", "Batch", "BlockHash", "Place", "Places", "address_in", "parse_frames", "places_told",
+    "replay_request", "replayed", "token_bytes",
+]  # fmt: skip

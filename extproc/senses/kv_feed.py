@@ -3,28 +3,29 @@
 An engine either binds a port, to which we connect, or connects to one of ours; who binds is the engine's setting, and
 ours has to fit (`events.port` or `events.bind`). In the second case all speak into one socket, and the topic tells who
 does: `kv@<ip:port>@<model>`. Where engines say themselves where their events come out (GET /kv_event_sources), that
-counts; only the port is taken from there, never a host: nobody but an endpoint itself speaks for it.
+counts; only the port is taken from there, never a host, so what we connect to is always the endpoint itself. With
+`bind` there is nothing of the kind: whoever reaches our port speaks for any endpoint, by a topic that he writes.
 
 Messages are numbered from the engine's start. A gap is filled by asking the engine to say it again, where it offers
 that; else, or if it has forgotten too, everything of that engine is forgotten, and the endpoint counts as blind until
 its cache has turned over or is cleared: half a truth in an index promises what is not there. Numbers that begin anew
 mean that the engine did.
 
-All is bounded: messages waiting in a socket or for their turn, the size of one, what is said again. What is lost by
-that shows as a gap.
+All is bounded: sockets, messages waiting in one or for their turn, the size of one, what is said again. What is lost by
+that shows as a gap. These bounds are constants, since they follow from what vLLM makes of a step and not from a fleet:
+real engines fill megabytes of them, and only one that lies, in a pool that trusts it with its requests, could fill all.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
 from enum import Enum, auto
 from typing import TypeAlias
 
 import aiohttp
-import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -32,26 +33,36 @@ import zmq.asyncio
 from extproc.senses.messages import KvEvents
 from policies.placement.precise_index import PreciseIndex
 from vllm_adapters.kv_events import (
-    MOST_RANKS,
+    SOURCES_PATH,
     BadEvents,
     Batch,
+    Place,
+    Places,
     address_in,
     parse_frames,
+    places_told,
     replay_request,
     replayed,
 )
 
 log = structlog.get_logger(__name__)
 
-SOURCES_PATH = "/kv_event_sources"
-
-_MOST_WAITING = 10_000
-"""Messages in a socket or before an engine's turn; vLLM makes one per step."""
-_LARGEST_MESSAGE_BYTES = 64 * 1024 * 1024
-"""A step fills at most so many tokens as an engine batches: far less than this."""
+_MOST_WAITING = 256
+"""Messages in a socket, and again before an engine's turn. vLLM makes one per step, so these are seconds; what is
+missed while a replay is heard, the next one brings.
+"""
+_LARGEST_MESSAGE_BYTES = 8 * 1024 * 1024
+"""A step of 64,000 tokens, more than engines batch, takes half a megabyte; a prompt of a million tokens whose blocks
+are all told again takes seven.
+"""
+_LARGEST_PAGE_BYTES = 256 * 1024
+"""What 256 ranks have to say of themselves, and more."""
+_MOST_SOCKETS = 24_576
+"""Per pool. An engine takes three, two of them to see that the connection is lost, and one more while it says again."""
 _ANSWER_S = 2.0
 """An engine that says nothing for so long when asked is not there, or does not offer what is asked."""
-_MOST_REPLAYED = 1_000_000
+_MOST_REPLAYED = 100_000
+"""Ten times what vLLM remembers unless it is told otherwise."""
 _ASK_AGAIN_S, _RETRY_S, _BIND_AGAIN_S = 60.0, 1.0, 5.0
 _HTTP_OK, _HTTP_SERVER_ERROR = 200, 500
 
@@ -94,6 +105,31 @@ class Reader:
         self.last_at_s = max(self.last_at_s, batch.time_s)
 
 
+class Sockets:
+    """Those of one feed, in a context of its own: the one that all share has room for a thousand, or 250 engines."""
+
+    def __init__(self) -> None:
+        self._context: zmq.asyncio.Context | None = None
+
+    def open(self, kind: int) -> zmq.asyncio.Socket:
+        """A socket, bounded in what it holds. Raises zmq.ZMQError: there is none left."""
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, min(_MOST_SOCKETS, self._context.get(zmq.SOCKET_LIMIT)))
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE_BYTES)
+        return socket
+
+    def close(self) -> None:
+        """All of them."""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+
 Receive: TypeAlias = Callable[[float | None], Awaitable[Batch | None]]
 """The next message; None if none comes within so many seconds. Raises BadEvents."""
 
@@ -112,6 +148,7 @@ class Source:
         index: PreciseIndex,
         counts: Counter[str],
         receive: Receive,
+        sockets: Sockets,
         replay: str | None = None,
     ) -> None:
         self.reader = Reader()
@@ -121,6 +158,7 @@ class Source:
         self._index = index
         self._counts = counts
         self._receive = receive
+        self._sockets = sockets
         self._replay_at = replay
 
     async def run(self) -> None:
@@ -184,25 +222,35 @@ class Source:
     async def _hear_again(self, first: int) -> bool:
         """Take what the engine says again from this number on. Whether it came to the end of it.
 
-        The first one we should know: if we do not, its number is the same and the engine another.
+        The first one we should know: if we do not, its number is the same and the engine another, which is heard from
+        its start, once. If that is yet another one, its next message will show.
         """
+        ended = await self._heard_again(first)
+        if ended is None:
+            ended = await self._heard_again(0)
+        return ended is True
+
+    async def _heard_again(self, first: int) -> bool | None:
+        """As `_hear_again`; None, and nothing known of it, as soon as the engine shows to be another."""
         self._counts["replays"] += 1
         try:
-            async for batch in self._replay(first):
-                if batch.sequence and self.reader.judge(batch) is Step.RESTART:
-                    self._begin_anew()
-                    return await self._hear_again(0)
-                self._take_as_is(batch)
-                await asyncio.sleep(0)
+            async with aclosing(self._replay(first)) as batches:
+                async for batch in batches:
+                    if batch.sequence and self.reader.judge(batch) is Step.RESTART:
+                        self._begin_anew()
+                        return None
+                    self._take_as_is(batch)
+                    await asyncio.sleep(0)
         except BadEvents as error:
             self._bad(error)
+            return False
         except TimeoutError:
             return False
         return True
 
-    async def _replay(self, first: int) -> AsyncIterator[Batch]:
+    async def _replay(self, first: int) -> AsyncGenerator[Batch, None]:
         """Raises BadEvents, and TimeoutError if the engine falls silent."""
-        socket = _socket(zmq.DEALER)
+        socket = self._sockets.open(zmq.DEALER)
         try:
             socket.connect(str(self._replay_at))
             await socket.send_multipart(replay_request(first))
@@ -219,15 +267,6 @@ class Source:
     def _bad(self, error: BadEvents) -> None:
         self._counts["bad"] += 1
         log.warning("no KV events", endpoint=self._endpoint, rank=self._rank, error=str(error)[:200])
-
-
-def _socket(kind: int) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context.instance().socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST_MESSAGE_BYTES)
-    return socket
 
 
 @asynccontextmanager
@@ -249,39 +288,6 @@ async def _interruptions(socket: zmq.asyncio.Socket, source: Source) -> AsyncIte
         monitor.close()
 
 
-# -- where an engine's events come out
-
-
-class _Told(msgspec.Struct):
-    endpoint: str
-    replay_endpoint: str | None = None
-    enable_kv_cache_events: bool = True
-
-
-_decode_told = msgspec.json.Decoder(dict[int, _Told]).decode
-
-
-class Place(msgspec.Struct, frozen=True):
-    """One engine's ports. `events` is None where it connects to us."""
-
-    events: int | None
-    replay: int | None
-
-
-Places: TypeAlias = dict[int, Place]
-"""By rank."""
-
-
-def places_told(answer: bytes) -> Places:
-    """What an engine says of itself. Raises ValueError."""
-    told = _decode_told(answer)
-    return {
-        rank: Place(_port(one.endpoint), _port(one.replay_endpoint))
-        for rank, one in told.items()
-        if one.enable_kv_cache_events and 0 <= rank < MOST_RANKS
-    }
-
-
 def places_configured(events: KvEvents) -> Places:
     """What the config says, each rank's port one above the last one's."""
     return {rank: Place(_plus(events.port, rank), _plus(events.replay_port, rank)) for rank in range(events.ranks)}
@@ -289,11 +295,6 @@ def places_configured(events: KvEvents) -> Places:
 
 def _plus(port: int | None, rank: int) -> int | None:
     return None if port is None else port + rank
-
-
-def _port(endpoint: str | None) -> int | None:
-    port = (endpoint or "").rpartition(":")[2]
-    return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else None
 
 
 # -- one pool
@@ -310,6 +311,7 @@ class KvFeed:
         self._events = events
         self._index = index
         self._client = client
+        self._sockets = Sockets()
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, _Running] = {}
         self._sources: dict[tuple[str, int], Source] = {}
@@ -345,6 +347,7 @@ class KvFeed:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sockets.close()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -388,23 +391,34 @@ class KvFeed:
             running[rank, place] = self._spawn(source, f"kv events {endpoint}/{rank}")
 
     async def _source(self, endpoint: str, rank: int, place: Place) -> None:
-        """One engine, until cancelled; a fault of ours is logged, and does not end it."""
+        """One engine, until cancelled. What goes wrong is counted and tried again, more and more rarely."""
+        now_s, pause_s = asyncio.get_running_loop().time, _RETRY_S
+        while True:
+            began_s = now_s()
+            try:
+                await self._heard(endpoint, rank, place)
+            except zmq.ZMQError as error:
+                self.counts["deaf"] += 1
+                log.warning("cannot listen to KV events", endpoint=endpoint, rank=rank, error=str(error))
+            except Exception:
+                self.counts["failed"] += 1
+                log.exception("listening to KV events failed", endpoint=endpoint, rank=rank)
+            self._index.forget(endpoint, rank, empty=False)
+            pause_s = _RETRY_S if now_s() - began_s > _ASK_AGAIN_S else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_S)
+
+    async def _heard(self, endpoint: str, rank: int, place: Place) -> None:
         host = endpoint.rpartition(":")[0]
         replay = None if place.replay is None else f"tcp://{host}:{place.replay}"
-        while True:
-            try:
-                if self._events.bind is None:
-                    await self._connected(endpoint, rank, f"tcp://{host}:{place.events}", replay)
-                else:
-                    queue = self._waiting[endpoint, rank] = asyncio.Queue(_MOST_WAITING)
-                    await self._made(endpoint, rank, _from(queue), replay).run()
-            except Exception:
-                log.exception("listening to KV events failed", endpoint=endpoint, rank=rank)
-                self._index.forget(endpoint, rank, empty=False)
-            await asyncio.sleep(_RETRY_S)
+        if self._events.bind is None:
+            await self._connected(endpoint, rank, f"tcp://{host}:{place.events}", replay)
+        else:
+            queue = self._waiting[endpoint, rank] = asyncio.Queue(_MOST_WAITING)
+            await self._made(endpoint, rank, _from(queue), replay).run()
 
     async def _connected(self, endpoint: str, rank: int, at: str, replay: str | None) -> None:
-        socket = _socket(zmq.SUB)
+        socket = self._sockets.open(zmq.SUB)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(at)
@@ -421,7 +435,7 @@ class KvFeed:
             socket.close()
 
     def _made(self, endpoint: str, rank: int, receive: Receive, replay: str | None) -> Source:
-        source = Source(endpoint, rank, self._index, self.counts, receive, replay)
+        source = Source(endpoint, rank, self._index, self.counts, receive, self._sockets, replay)
         self._sources[endpoint, rank] = source
         return source
 
@@ -430,12 +444,16 @@ class KvFeed:
         while True:
             try:
                 await self._listen_once(at)
-            except Exception as error:
-                log.exception("cannot listen for KV events", at=at, error=str(error))
+            except zmq.ZMQError as error:
+                self.counts["deaf"] += 1
+                log.warning("cannot listen to KV events", at=at, error=str(error))
+            except Exception:
+                self.counts["failed"] += 1
+                log.exception("listening to KV events failed", at=at)
             await asyncio.sleep(_BIND_AGAIN_S)
 
     async def _listen_once(self, at: str) -> None:
-        socket = _socket(zmq.SUB)
+        socket = self._sockets.open(zmq.SUB)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
             socket.bind(at)
@@ -466,13 +484,23 @@ class KvFeed:
             async with self._client.get(url, timeout=timeout, allow_redirects=False) as answer:
                 if answer.status >= _HTTP_SERVER_ERROR:
                     return None
-                told = places_told(await answer.read()) if answer.status == _HTTP_OK else {}
+                told = places_told(await _page(answer)) if answer.status == _HTTP_OK else {}
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
         except ValueError as error:
             log.warning("engine does not say where its KV events are", endpoint=endpoint, error=str(error)[:200])
             told = {}
         return told or places_configured(self._events)
+
+
+async def _page(answer: aiohttp.ClientResponse) -> bytes:
+    """What it says. Raises ValueError if that is too much."""
+    page = b""
+    while len(page) <= _LARGEST_PAGE_BYTES and not answer.content.at_eof():
+        page += await answer.content.read(_LARGEST_PAGE_BYTES + 1 - len(page))
+    if len(page) > _LARGEST_PAGE_BYTES:
+        raise ValueError(f"more than {_LARGEST_PAGE_BYTES} bytes")
+    return page
 
 
 def _from(queue: asyncio.Queue[Batch]) -> Receive:

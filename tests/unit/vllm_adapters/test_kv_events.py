@@ -14,12 +14,16 @@ from policies.placement.precise_index import Cleared, Removed, Stored, Tier, ext
 from vllm_adapters.kv_events import (
     END_OF_REPLAY,
     BadEvents,
+    Place,
     address_in,
     parse_frames,
+    places_told,
     replay_request,
     replayed,
     token_bytes,
 )
+
+DEEP = b'{"0": {"endpoint": "tcp://*:1", "more": ' + b"[" * 100_000
 
 CAPTURED = bytes.fromhex(  # vLLM 0.32.0, sequence number 0
     "93cb41dac30c17932d7a918ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cf4527907fc7d50a27cf7a92d89d"
@@ -166,3 +170,16 @@ def test_a_replay_is_asked_for_and_ends() -> None:
     assert replayed([b"", b"", END_OF_REPLAY, b""]) is None
     with pytest.raises(BadEvents):
         replayed(_frames())
+
+
+def test_an_engine_says_where_its_events_come_out() -> None:
+    """By rank; one that publishes none, or no port, is no source."""
+    told = (
+        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6000"},'
+        b' "1": {"endpoint": "tcp://10.0.0.9:5558", "replay_endpoint": null, "topic": ""},'
+        b' "2": {"enable_kv_cache_events": false, "endpoint": "tcp://*:5559"}}'
+    )
+    assert places_told(told) == {0: Place(5557, 6000), 1: Place(5558, None)}
+    for bad in (b"", b"[]", b'{"a": {}}', b'{"0": {"endpoint": 5}}', DEEP):
+        with pytest.raises(ValueError):  # noqa: PT011 - msgspec's is one
+            places_told(bad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,10 +19,10 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from extproc.senses import kv_feed as module
-from extproc.senses.kv_feed import KvFeed, Place, Reader, Step, places_configured, places_told
+from extproc.senses.kv_feed import KvFeed, Reader, Sockets, Source, Step, places_configured
 from extproc.senses.messages import KvEvents
 from policies.placement.precise_index import PreciseIndex
-from vllm_adapters.kv_events import Batch, token_bytes
+from vllm_adapters.kv_events import Batch, Place, token_bytes
 
 HANG_GUARD_S = 30
 HOST = "127.0.0.1"
@@ -176,19 +177,6 @@ def test_messages_are_judged_by_their_number() -> None:
     assert reader.judge(_batch(5)) is Step.GAP
     assert reader.judge(_batch(3, 5.0)) is Step.OLD
     assert reader.judge(_batch(0, 6.0)) is Step.RESTART
-
-
-def test_an_engine_says_where_its_events_come_out() -> None:
-    """By rank; one that publishes none, or no port, is no source."""
-    told = (
-        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6000"},'
-        b' "1": {"endpoint": "tcp://10.0.0.9:5558", "replay_endpoint": null, "topic": ""},'
-        b' "2": {"enable_kv_cache_events": false, "endpoint": "tcp://*:5559"}}'
-    )
-    assert places_told(told) == {0: Place(5557, 6000), 1: Place(5558, None)}
-    for bad in (b"", b"[]", b'{"a": {}}', b'{"0": {"endpoint": 5}}'):
-        with pytest.raises(ValueError):  # noqa: PT011 - msgspec's is one
-            places_told(bad)
 
 
 def test_a_ranks_ports_are_its_number_above_the_first() -> None:
@@ -430,3 +418,86 @@ async def test_a_rank_that_leaves_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         rig.feed._sources[rig.endpoint, 0].reader.last_at_s = 2.0
         rig.feed.restarted(rig.endpoint, 1.0)
         assert rig.feed.counts["restarts"] == 0
+
+
+async def test_sockets_are_bounded_by_us_and_not_by_what_all_share() -> None:
+    """A thousand is what ZMQ has room for unless it is told; the fleet may have as many engines."""
+    sockets = Sockets()
+    opened = sockets.open(zmq.SUB)
+    assert sockets._context is not None
+    assert sockets._context is not zmq.asyncio.Context.instance()
+    assert sockets._context.get(zmq.MAX_SOCKETS) == module._MOST_SOCKETS
+    sockets.close()
+    assert opened.closed
+
+
+async def test_a_source_that_cannot_listen_is_counted_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More and more rarely, in a line each; when there is a socket, events are heard."""
+    port = _free_port()
+    engine = Engine(events=f"tcp://*:{port}")
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "_MOST_SOCKETS", 1)
+    with capture_logs() as logs:
+        async with _rig(KvEvents(port=port)) as rig:
+            await _until(lambda: rig.feed.counts["deaf"] >= 2)
+            rig.feed._sockets.close()
+            monkeypatch.setattr(module, "_MOST_SOCKETS", 100)
+            await _say_until(engine, lambda: rig.holds(1) == 1, ["AllBlocksCleared"], _stored(1))
+    assert {(entry["log_level"], "exc_info" in entry) for entry in logs} == {("warning", False)}
+    await engine.stop()
+
+
+async def test_an_engine_that_tells_too_much_of_itself_is_not_believed() -> None:
+    """What the config says counts; the rest of the page is not even read."""
+    port = _free_port()
+    engine = Engine(events=f"tcp://*:{port}")
+    told = {"0": {"endpoint": "tcp://*:1", "more": "x" * module._LARGEST_PAGE_BYTES}}
+    async with _rig(KvEvents(port=port), told) as rig:
+        await _say_until(engine, lambda: rig.holds(1) == 1, ["AllBlocksCleared"], _stored(1))
+    await engine.stop()
+
+
+def _source_that_replays(*replays: list[Batch], index: PreciseIndex) -> tuple[Source, list[int]]:
+    """Its engine answers each replay with the next of these, the last again and again."""
+    asked: list[int] = []
+    left = list(replays)
+
+    async def replay(first: int) -> AsyncGenerator[Batch, None]:
+        asked.append(first)
+        for batch in left.pop(0) if len(left) > 1 else left[0]:
+            yield batch
+
+    async def receive(_: float | None) -> Batch | None:
+        await asyncio.Event().wait()
+        return None
+
+    source = Source("e", 0, index, Counter(), receive, Sockets(), "tcp://nowhere:1")
+    source._replay = replay  # type: ignore[method-assign] # in the place of a socket
+    return source, asked
+
+
+async def test_an_engine_that_is_another_in_every_replay_is_heard_twice() -> None:
+    """One that likes could have us hear it again without end."""
+    index = PreciseIndex(10)
+    index.keep_ranks("e", [0])
+    hostile = [_batch(9, float(time_s)) for time_s in (1, 2, 3, 4)]
+    source, asked = _source_that_replays(hostile, index=index)
+    assert await source._hear_again(5) is False
+    assert asked == [5, 0]
+
+
+async def test_a_replay_that_is_none_makes_nothing_known() -> None:
+    """An engine that answers with something else has not said that it holds nothing."""
+    port, replay = _free_port(), _free_port()
+    engine = Engine(events=f"tcp://*:{port}")
+    router = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    _bind(router, f"tcp://*:{replay}")
+    async with _rig(KvEvents(port=port, replay_port=replay)) as rig:
+        client, *_ = await router.recv_multipart()
+        await router.send_multipart([client, b"no", b"replay"])
+        await _until(lambda: rig.feed.counts["bad"] == 1)
+        await asyncio.sleep(0)
+        assert not rig.known
+    router.close()
+    await engine.stop()
