@@ -41,6 +41,10 @@ _BETWEEN_PROMISES_S = 0.02
 _BETWEEN_MARKS_S = 2.0
 """How long what is known of depths is used: an index of 400,000 tokens turns over in a minute at best, and a walk over
 its 3,400 blocks takes 0.4 ms. So it is done as an answer comes, not while a request waits for its decision."""
+_BETWEEN_WALKS_S = 0.04
+"""Over all endpoints of the pool: a hundredth of the loop for 25 walks a second, however many there are."""
+_OLDEST_MARKS_S = 10.0
+"""Where walks are put off for that, older marks say nothing: what they mark lies a level deeper by now."""
 _LEAST_TOKENS = 128
 """A promise of fewer says nothing beside what rounding takes."""
 _ROUNDING_TOKENS = 64
@@ -88,6 +92,7 @@ class _Endpoint:
     fresh_tokens: float = 0.0
     marked_at_s: float = -np.inf
     noted_at_s: float = -np.inf
+    put_off: bool = False
     tells: bool = False
     counts: bool = False
     hit_tokens: float = 0.0
@@ -113,6 +118,7 @@ class Calibration:
         self.enabled = False
         self._index = index
         self._endpoints: dict[int, _Endpoint] = {}
+        self._now_s = self._walked_at_s = -np.inf
 
     def set_capacity(self, slot: int, tokens: int) -> None:
         """The endpoint reports this size. Another than before is believed anew."""
@@ -157,21 +163,28 @@ class Calibration:
 
         To be asked before the request is booked: then its own blocks rest no more.
         """
+        self._now_s = now_s
         endpoint = self._endpoints.get(slot)
         if not self.enabled or endpoint is None or now_s - endpoint.noted_at_s < _BETWEEN_PROMISES_S:
             return None
+        endpoint.noted_at_s = now_s  # also where little rests: to find that out was the cost
         pinned, resting = self._index.resting(slot, hashes, tokens)
-        if sum(part for part, _ in resting) < _LEAST_TOKENS:
+        if sum(part for part, _ in resting) < _LEAST_TOKENS or not self._knows_depths(endpoint):
             return None
-        endpoint.noted_at_s = now_s
-        if endpoint.marked_at_s == -np.inf:
-            return None  # the first: its answer finds out how deep things lie
         parts = tuple((_depth(endpoint.marks, since_s), part) for part, since_s in resting)
         return Promise(endpoint.stay, pinned, parts)
 
+    def _knows_depths(self, endpoint: _Endpoint) -> bool:
+        """Not before the first answer, which finds out how deep things lie."""
+        oldest_s = _OLDEST_MARKS_S if endpoint.put_off else np.inf
+        return endpoint.marked_at_s > -np.inf and self._now_s - endpoint.marked_at_s <= oldest_s
+
     def _mark(self, slot: int, endpoint: _Endpoint) -> None:
-        if endpoint.noted_at_s >= endpoint.marked_at_s + _BETWEEN_MARKS_S:
-            endpoint.marked_at_s = endpoint.noted_at_s
+        if endpoint.noted_at_s < endpoint.marked_at_s + _BETWEEN_MARKS_S:
+            return
+        endpoint.put_off = self._now_s < self._walked_at_s + _BETWEEN_WALKS_S
+        if not endpoint.put_off:
+            endpoint.marked_at_s, self._walked_at_s = endpoint.noted_at_s, self._now_s
             endpoint.marks = self._index.resting_since(slot, [level * endpoint.capacity_tokens for level in LEVELS])
 
     def answered(self, slot: int, promise: Promise | None, found_tokens: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -258,3 +259,76 @@ def test_kept_promises_never_shrink_an_index(seed: int, conversations: int) -> N
     engine = Engine(REPORTED, seed=seed)
     engine.serve(500, conversations)
     assert engine.scale == 1.0
+
+
+# -- what it costs
+
+
+class Busy:
+    """Many endpoints that serve the same prompt; how often their index is looked through, and how deep."""
+
+    def __init__(self, endpoints: int, prompt: int = PROMPT) -> None:
+        self.index = PrefixIndex(REPORTED)
+        self.calibration = Calibration(self.index)
+        self.calibration.enabled = True
+        self.hashes, self.tokens = list(range(prompt // BLOCK)), [BLOCK] * (prompt // BLOCK)
+        self.slots = range(endpoints)
+        self.promises: dict[int, int] = dict.fromkeys(self.slots, 0)
+        self.looks = self.walks = 0
+        for slot in self.slots:
+            self.calibration.set_capacity(slot, REPORTED)
+            stay, _ = self.index.pin(slot, self.hashes, self.tokens)
+            self.index.release(slot, stay, self.hashes, 0.0)
+        self.resting, self.index.resting = self.index.resting, self._resting  # type: ignore[method-assign]
+        self.since, self.index.resting_since = self.index.resting_since, self._since  # type: ignore[method-assign]
+
+    def _resting(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[tuple[int, float]]]:
+        self.looks += 1
+        return self.resting(slot, hashes, tokens)
+
+    def _since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
+        self.walks += 1
+        return self.since(slot, depths_tokens)
+
+    def serve(self, from_s: float, seconds: float) -> None:
+        """Each endpoint answers ten requests a second."""
+        for turn in range(round(10 * seconds)):
+            for slot in self.slots:
+                now_s = from_s + turn / 10 + slot / 10 / len(self.slots)
+                promise = self.calibration.promise(slot, self.hashes, self.tokens, now_s)
+                self.promises[slot] += promise is not None
+                self.calibration.answered(slot, promise, PROMPT)
+
+
+def test_walks_over_the_index_are_bounded_however_many_endpoints_there_are() -> None:
+    """Twenty-five a second over the pool, and in time everybody's turn comes."""
+    busy = Busy(200)
+    busy.serve(1.0, 1.0)
+    assert 20 <= busy.walks <= 26
+    busy.serve(2.0, 15.0)
+    assert min(busy.promises.values()) > 0
+
+
+def test_a_few_endpoints_are_walked_as_often_as_before() -> None:
+    """Once in two seconds each."""
+    busy = Busy(4)
+    busy.serve(1.0, 10.0)
+    assert busy.walks == 4 * 5
+
+
+def test_depths_that_are_long_out_of_date_promise_nothing() -> None:
+    """Where a walk is put off for long: what rests has sunk, and would be held against a shallower depth."""
+    busy = Busy(1_000)
+    busy.serve(1.0, 15.0)
+    first = next(slot for slot in busy.slots if busy.promises[slot])
+    walked_again = busy.calibration._endpoints[first].marked_at_s > 11.0
+    assert 90 <= busy.promises[first] <= 110
+    assert not walked_again
+
+
+def test_a_prompt_of_which_little_rests_is_looked_up_no_more_often_than_others() -> None:
+    """Fifty times a second and endpoint: the look is what costs."""
+    busy = Busy(1, prompt=0)
+    for request in range(1_000):
+        busy.calibration.promise(SLOT, busy.hashes, busy.tokens, 1.0 + request / 1_000)
+    assert 45 <= busy.looks <= 51
