@@ -47,7 +47,8 @@ class Dialect:
     """How one kind of engine names its figures.
 
     `prefix` begins every family. `engine_label` tells engines behind one page apart; lines alike in it are the same
-    figure told by several ranks, of which the largest counts. `labelled`: families that speak through their labels.
+    figure told by several ranks, of which the largest counts. `labelled`: families that speak through their labels,
+    by what they tell of.
     """
 
     name: str
@@ -62,7 +63,8 @@ class Dialect:
 
     def __post_init__(self) -> None:
         sources = {figure: tuple(map(Source.of, names)) for figure, names in self.figures.items()}
-        families = {one.family for many in sources.values() for one in many} | {f.encode() for f in self.labelled}
+        families = {one.family for many in sources.values() for one in many}
+        families |= {family.encode() for family in self.labelled.values()}
         after = len(self.prefix)
         names = b"|".join(re.escape(family[after:]) for family in sorted(families))
         prefix = re.escape(b"\n" + self.prefix.encode())
@@ -89,7 +91,7 @@ VLLM = Dialect(
         "finished": ("vllm:request_success",),
         "steps": ("vllm:iteration_tokens_total_count",),
     },
-    labelled={"vllm:cache_config_info": "cache_config", "vllm:lora_requests_info": "adapters"},
+    labelled={"cache_config": "vllm:cache_config_info", "adapters": "vllm:lora_requests_info"},
 )
 
 SGLANG = Dialect(

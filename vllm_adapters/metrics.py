@@ -103,9 +103,9 @@ class _Lines:
         label = dialect.engine_label.encode()
         self._engine_label = re.compile(rb"[{,]" + label + rb'="([^"]{0,64})"') if label else None
 
-    def labelled(self, family: str) -> list[_Line]:
-        """The lines of a family that speaks through its labels."""
-        return self._of.get(family.encode(), [])
+    def labelled(self, what: str) -> list[_Line]:
+        """The lines that tell of something through their labels, if the dialect has any."""
+        return self._of.get(self.dialect.labelled.get(what, "").encode(), [])
 
     def of(self, figure: str) -> list[_Line]:
         """The lines of a figure, under the newest name that is there."""
@@ -257,7 +257,7 @@ def _configured_tokens(lines: _Lines) -> int:
     """
     sizes: dict[str, int] = {}
     of_blocks = 0
-    for labels, _ in lines.labelled("vllm:cache_config_info"):
+    for labels, _ in lines.labelled("cache_config"):
         fields = dict(_CONFIG_LABEL.findall(labels))
         if fields.get(b"kv_cache_size_tokens", b"None") != b"None":
             sizes[lines.engine(labels)] = _whole(fields[b"kv_cache_size_tokens"])
@@ -285,7 +285,7 @@ def _adapters(lines: _Lines) -> dict[str, Any]:
     Lines of earlier moments stay on the page, each with the time it was set as its value. vLLM's waiting set repeats
     the running one and lags behind it in what was measured, so it adds little.
     """
-    told = lines.labelled("vllm:lora_requests_info")
+    told = lines.labelled("adapters")
     labels = max(told, key=lambda line: line[1])[0] if told else b""
     fields = dict(_ADAPTER_LABEL.findall(labels))
     most = fields.get(b"max_lora", b"")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_adapters.families import DIALECTS, Dialect
-from vllm_adapters.metrics import EngineFigures, EngineLoad, NotMetrics, parse_metrics
+from vllm_adapters.families import DIALECTS, VLLM, Dialect
+from vllm_adapters.metrics import EngineFigures, EngineLoad, NotMetrics, _Lines, parse_metrics
 
 V0 = b"""\
 vllm:num_requests_running{model_name="m"} 3.0
@@ -230,7 +230,7 @@ def test_a_dialect_that_does_not_tell_its_load_is_passed_over() -> None:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_every_family_begins_as_its_dialect_is_known_by(dialect: Dialect) -> None:
     """Else it would never be found on a page."""
-    names = [*dialect.labelled, *(name for names in dialect.figures.values() for name in names)]
+    names = [*dialect.labelled.values(), *(name for names in dialect.figures.values() for name in names)]
     assert all(name.startswith(dialect.prefix) for name in names)
     assert {"waiting", "running"} <= set(dialect.figures)
 
@@ -244,3 +244,14 @@ def test_no_broken_page_raises_anything_else(page: bytes, noise: bytes, at: int)
         return
     assert 0 <= (figures.running or 0) < float("inf")
     assert 0 <= (figures.waiting or 0) < float("inf")
+
+
+def test_only_a_dialect_that_has_them_tells_by_labels() -> None:
+    """The names of vLLM's families stand in its table alone: another dialect may have its own, or none."""
+    renamed = V0.replace(b"vllm:cache_config_info", b"vllm:cache_config")
+    assert parse_metrics(V0).kv_capacity_tokens == 1_600
+    assert parse_metrics(renamed).kv_capacity_tokens is None
+    told = {"cache_config": "vllm:cache_config"}
+    ours = Dialect(VLLM.name, VLLM.prefix, VLLM.engine_label, VLLM.figures, labelled=told)
+    assert _Lines(ours, renamed).labelled("cache_config")[0][1] == 1.0
+    assert _Lines(ours, V0).labelled("adapters") == []
