@@ -307,7 +307,7 @@ async def test_a_socket_that_cannot_be_set_up_is_closed(house: House) -> None:
 
     class Watched(zmq.asyncio.Socket):
         def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+            super().__init__(*args)  # type: ignore[misc] # as pyzmq declares it
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
