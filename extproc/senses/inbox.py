@@ -51,7 +51,7 @@ class SensesEvents(Protocol):
         """A trial was answered."""
 
     def heard(self, address: str, result: str, messages: int) -> None:
-        """So many messages of an endpoint's plugin were taken, lost, malformed, ignored; or listening failed (`deaf`)."""
+        """So many messages of a plugin were taken, lost, malformed, ignored; or listening to it failed (`deaf`)."""
 
     def push_troubled(self, address: str, figures: int) -> None:
         """An endpoint's plugin could not take so many figures from its engine."""

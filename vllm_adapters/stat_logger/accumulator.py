@@ -106,7 +106,7 @@ class Accumulator:
     def _quietly(self, what: Callable[..., None], *arguments: Any) -> None:
         try:
             what(*arguments)
-        except (AttributeError, TypeError, ValueError, OverflowError):
+        except Exception:  # noqa: BLE001 - a property of theirs may raise anything, and the thread has to go on
             self.trouble()
 
     @staticmethod

@@ -9,6 +9,7 @@ serving thread was held up for milliseconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -35,6 +36,7 @@ class Publisher:
         self.accumulator = accumulator
         self.port = 0
         self._sending = threading.Lock()
+        self._told = False
 
     def start(self) -> None:
         """Bind, and publish from now on. Raises zmq.ZMQError."""
@@ -73,9 +75,10 @@ class Publisher:
     def _send(self, socket: zmq.Socket[bytes]) -> None:
         try:
             socket.send(encode(self.accumulator.take()), zmq.DONTWAIT)
-        except (zmq.ZMQError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread would be gone for good
             self.accumulator.trouble()
-            log.debug("no stats sent: %r", error)
+            log.log(logging.DEBUG if self._told else logging.WARNING, "no stats sent: %r", error)
+            self._told = True
 
 
 def bind(socket: zmq.Socket[bytes], address: str) -> int:

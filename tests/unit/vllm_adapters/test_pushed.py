@@ -164,7 +164,14 @@ def test_what_vllm_no_longer_tells_disturbs_nothing(accumulator: Accumulator, mi
     assert pushed.first_tokens == 1
 
 
-@pytest.mark.parametrize("wrong", [None, "many", object(), float("nan")])
+class Broken:
+    """A figure that is made out as it is read, and cannot be."""
+
+    def __int__(self) -> int:
+        raise RuntimeError("changed during iteration")
+
+
+@pytest.mark.parametrize("wrong", [None, "many", object(), float("nan"), Broken()])
 def test_what_vllm_tells_otherwise_disturbs_nothing(accumulator: Accumulator, wrong: object) -> None:
     """Neither in the scheduler's stats nor in the iteration's."""
     accumulator.step(0, scheduler(num_running_reqs=wrong), iteration(finished_requests=wrong))

@@ -191,21 +191,22 @@ def test_messages_are_no_more_often_than_agreed(subscribe: Subscribe, monkeypatc
     assert 0.05 in pauses  # beside those of other tests' threads
 
 
+@pytest.mark.parametrize("failure", [TypeError("not to be encoded"), RuntimeError("changed during iteration")])
 def test_a_message_that_cannot_be_sent_is_trouble_and_no_end(
-    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    """The next one says so."""
+    """Whatever goes wrong: the next one says so."""
     made = started()
     receive = subscribe(made.port)
     receive()
-    real, failures = publisher.encode, iter([TypeError("not to be encoded")])
+    real, failures = publisher.encode, iter([failure])
 
     def fail_once(message: Message) -> bytes:
-        for failure in failures if message.run == "unlucky" else ():
-            raise failure
+        for one in failures if message.run == unlucky else ():
+            raise one
         return real(message)
 
-    made.accumulator.run = "unlucky"  # threads of other tests send as well
+    made.accumulator.run = unlucky = repr(failure)  # threads of other tests send as well
     monkeypatch.setattr(publisher, "encode", fail_once)
     while receive().troubles == 0:
         pass
