@@ -78,7 +78,7 @@ class App:
         self._last_good = last_good
         self.generation = Generation(1, config)
         self.metrics = Metrics()
-        self._state = FleetState(stale_after_s=_stale_after_s(config), max_endpoints=config.limits.endpoints)
+        self._state = FleetState(max_endpoints=config.limits.endpoints)
         self.fleet = Fleet(self._state, self.metrics, time.monotonic)
         self.decision_log = DecisionLog(config.observe.decisions)
         self._request_log = _request_log(config, self.metrics)
@@ -185,6 +185,7 @@ class App:
         """
         fleet = self.fleet
         self._senses.watch(targets_of(fleet, self.generation.config.scrape.dcgm))
+        self._state.stale_after_s = self._senses.stale_after_s
         self._senses.index(index_order(self.generation.config.pools, fleet.addresses_of))
 
     # -- generations
@@ -199,7 +200,6 @@ class App:
         self._key_file.configure(config.access.api_keys_file)
         self._set_gate()
         self._quotas.configure(config)
-        self._state.stale_after_s = _stale_after_s(config)
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
         self.flights.max_unsettled = config.limits.unsettled_requests
@@ -314,10 +314,6 @@ class App:
 def _request_log(config: Config, metrics: Metrics) -> RequestLog | None:
     wanted = config.observe.request_log
     return None if wanted is None else RequestLog(wanted, metrics.request_log_lost, time.monotonic)
-
-
-def _stale_after_s(config: Config) -> float:
-    return config.scrape.interval_ms * config.scrape.stale_after_intervals / 1000
 
 
 _FIXED_PARTS = (

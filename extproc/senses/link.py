@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import subprocess
 import sys
@@ -40,6 +41,8 @@ _HANGS_AFTER_S = 10.0
 """Silent for so long, with a heartbeat due every second, they hang; a busy machine delays them by less."""
 _SECOND_LOOK_S = 2.0
 """Before that is believed: where we were the ones that stood still, what they said meanwhile is only now read."""
+_SCRAPES_PER_S = 1_000
+"""Of all endpoints together: each costs the decision loop some 30 us."""
 _SETTLED_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
 _STOP_GRACE_S = 2.0
@@ -65,7 +68,8 @@ class Senses:
         self._inbox = inbox
         inbox.tell = self.tell
         self._events = events
-        self._watch = Watch([], pace_of(config))
+        self._config = config
+        self._watch = Watch([], pace_of(config, 0))
         self._index = Index([])
         self._log = config.observe.log
         self._buffer_bytes = config.limits.senses_buffer_bytes
@@ -80,11 +84,18 @@ class Senses:
         """Use the new pace."""
         self._inbox.trials = config.probe.trial
         self._inbox.trial_timeout_s = config.probe.trial_timeout_ms / 1000
-        self._order_watch(Watch(self._watch.targets, pace_of(config)))
+        self._config = config
+        self._order_watch(Watch(self._watch.targets, pace_of(config, len(self._watch.targets))))
 
     def watch(self, targets: Iterable[Target]) -> None:
         """Watch exactly these endpoints."""
-        self._order_watch(Watch(list(targets), self._watch.pace))
+        wanted = list(targets)
+        self._order_watch(Watch(wanted, pace_of(self._config, len(wanted))))
+
+    @property
+    def stale_after_s(self) -> float:
+        """Figures older than this are not used: so many of the intervals that are kept."""
+        return self._watch.pace.scrape_interval_ms * self._config.scrape.stale_after_intervals / 1000
 
     def _order_watch(self, wanted: Watch) -> None:
         if wanted == self._watch:
@@ -242,11 +253,11 @@ async def _end(process: subprocess.Popen[bytes]) -> None:
         await asyncio.to_thread(process.wait)
 
 
-def pace_of(config: Config) -> Pace:
-    """How the config would have endpoints asked."""
+def pace_of(config: Config, endpoints: int) -> Pace:
+    """How the config would have endpoints asked; more slowly where there are too many for that."""
     scrape, probe = config.scrape, config.probe
     return Pace(
-        scrape_interval_ms=scrape.interval_ms,
+        scrape_interval_ms=max(scrape.interval_ms, math.ceil(1000 * endpoints / _SCRAPES_PER_S)),
         scrape_timeout_ms=scrape.timeout_ms,
         scrape_backoff_max_ms=scrape.backoff_max_ms,
         probe_interval_ms=probe.interval_ms,

@@ -89,3 +89,16 @@ async def test_whatever_changes_what_is_watched_is_ordered_at_once(house: House)
     assert house.watched == sorted(house.app.fleet.addresses())
     house.apply(config("scrape: {dcgm: {port: 9400}}"))
     assert {target.exporter for target in house.ordered[-1]} == {"10.0.0.1:9400"}
+
+
+async def test_a_large_fleet_is_scraped_more_slowly(house: House) -> None:
+    """A thousand pages a second at most; figures are believed for as many of the intervals that come of it."""
+    many = [f"10.1.{number // 250}.{number % 250}:8000" for number in range(1_024)]
+    paces = []
+    for addresses in ([A], many[:200], many, many[:500]):
+        house.discover(*addresses)
+        paces.append((house.app._senses._watch.pace.scrape_interval_ms, house.app.fleet.state.stale_after_s))
+    assert paces == [(200, 0.6), (200, 0.6), (1_024, 3.072), (500, 1.5)]
+    house.apply(config("scrape: {interval_ms: 700, stale_after_intervals: 2}"))
+    house.discover(*many[:500])
+    assert (house.app._senses._watch.pace.scrape_interval_ms, house.app.fleet.state.stale_after_s) == (700, 1.4)

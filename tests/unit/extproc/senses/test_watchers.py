@@ -117,7 +117,7 @@ class House:
 
     def order_watch(self, *addresses: str) -> None:
         """Watch exactly these."""
-        self.watchers.watch(Watch([Target(address) for address in addresses], pace_of(self.config)))
+        self.watchers.watch(Watch([Target(address) for address in addresses], pace_of(self.config, len(addresses))))
 
     def scraped(self, *, ok: bool) -> None:
         """WatchEvents."""
@@ -456,7 +456,7 @@ async def test_a_back_off_grows_to_its_bound() -> None:
     await house.watch()
     [watcher] = house.watchers._watchers.values()
     assert [watcher._pause_s(failures) for failures in (0, 1, 2, 3, 50)] == [0.2, 0.4, 0.8, 1.0, 1.0]
-    watcher.pace = pace_of(config(interval_ms=2_000, backoff_max_ms=1_000))
+    watcher.pace = pace_of(config(interval_ms=2_000, backoff_max_ms=1_000), 1)
     assert [watcher._pause_s(failures) for failures in (0, 50)] == [2.0, 2.0]
     await house.watchers.close()
     await house.engine.stop()
