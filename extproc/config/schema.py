@@ -650,7 +650,8 @@ class Limits(Model):
         1_024, description="one per Envoy; one per Envoy and pool beside its own control plane"
     )
     senses_buffer_bytes: Positive = Field(
-        8 * 1024 * 1024, description="reports of the senses that wait to be taken; beyond it what nobody awaits is dropped"
+        8 * 1024 * 1024,
+        description="reports of the senses that wait to be taken; beyond it what nobody awaits is dropped",
     )
     tenants: Positive = Field(
         10_000, description="whose quotas' state is kept; above it the longest unseen is forgotten"
