@@ -199,6 +199,20 @@ def test_no_more_blocks_are_kept_than_allowed() -> None:
     assert not index.is_known(HERE)
 
 
+def test_room_is_made_for_more_than_one_block_at_a_time() -> None:
+    """The way to the oldest block leads past all that went before it; one that comes at the bound must not take it."""
+    index = _new(max_blocks=128)
+    for block in range(129):
+        index.apply(HERE, 0, [_stored([block, block], block)])
+    assert index.tally.evicted == 3  # the one beyond the bound, and two in advance
+    for block in range(129, 131):
+        index.apply(HERE, 0, [_stored([block, block], block)])
+    assert index.tally.evicted == 3
+    assert len(index) == 128
+    assert _held(index, [3, 3, 0]) == [2]  # those that went were the oldest
+    assert _held(index, [2, 2, 0]) == [0]
+
+
 def test_what_comes_late_from_one_that_left_brings_nothing_back() -> None:
     """Neither an endpoint nor a rank: nobody would remove it again."""
     index = _new()
