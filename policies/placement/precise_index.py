@@ -318,7 +318,7 @@ class PreciseIndex:
         excess, shelf = engine.blocks - self.max_blocks, engine.shelves[tier]
         if excess <= 0 or not shelf.keys:
             return
-        for oldest in list(islice(shelf.keys, excess + self.max_blocks // _SPARE)):
+        for oldest in list(islice(shelf.keys, excess + len(shelf.keys) // _SPARE)):
             shelf.copies.pop(oldest, None)
             self._unhold(engine, tier, oldest)
             self.tally.evicted += 1
