@@ -50,9 +50,13 @@ class Batch:
     events: tuple[Event, ...]
 
 
+_Name = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""A block's, which the index keeps: no hash is longer."""
+
+
 class _Stored(msgspec.Struct):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[int | _Name]
+    parent_block_hash: int | _Name | None
     token_ids: list[int]
     block_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     lora_id: int | None = None
@@ -64,7 +68,7 @@ class _Stored(msgspec.Struct):
 
 
 class _Removed(msgspec.Struct):
-    block_hashes: list[int | bytes]
+    block_hashes: list[int | _Name]
     medium: str | None = None
     group_idx: int | None = None
 

@@ -19,6 +19,7 @@ real engines fill megabytes of them, and only one that lies, in a pool that trus
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
@@ -64,6 +65,7 @@ _ANSWER_S = 2.0
 _MOST_REPLAYED = 100_000
 """Ten times what vLLM remembers unless it is told otherwise."""
 _ASK_AGAIN_S, _RETRY_S, _BIND_AGAIN_S = 60.0, 1.0, 5.0
+_COMPLAIN_AGAIN_S = 60.0
 _HTTP_OK, _HTTP_SERVER_ERROR = 200, 500
 
 
@@ -130,6 +132,22 @@ class Sockets:
             self._context = None
 
 
+class Complaints:
+    """What is wrong with messages. All of it is counted, and the first of a minute logged: rubbish comes in floods."""
+
+    def __init__(self, counts: Counter[str], **who: object) -> None:
+        self._counts, self._who = counts, who
+        self._silent_until_s = -math.inf
+
+    def bad(self, error: BadEvents) -> None:
+        """This one was none of an engine's."""
+        self._counts["bad"] += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._silent_until_s:
+            self._silent_until_s = now_s + _COMPLAIN_AGAIN_S
+            log.warning("no KV events", **self._who, error=str(error)[:200])
+
+
 Receive: TypeAlias = Callable[[float | None], Awaitable[Batch | None]]
 """The next message; None if none comes within so many seconds. Raises BadEvents."""
 
@@ -160,22 +178,26 @@ class Source:
         self._receive = receive
         self._sockets = sockets
         self._replay_at = replay
+        self._complaints = Complaints(counts, endpoint=endpoint, rank=rank)
 
     async def run(self) -> None:
         """Until cancelled."""
         await self._catch_up()
         while True:
-            waits_s = _ANSWER_S if self.reader.next is None and self._replay_at else None
-            try:
-                batch = await self._receive(waits_s)
-            except BadEvents as error:
-                self._bad(error)
-                continue
-            if batch is None:
-                await self._catch_up()
-            else:
-                await self._take(batch)
-            await asyncio.sleep(0)  # what waits in a socket comes at once: others want their turn
+            await self._turn()
+            await asyncio.sleep(0)  # what waits in a socket comes at once, rubbish as well: others want their turn
+
+    async def _turn(self) -> None:
+        waits_s = _ANSWER_S if self.reader.next is None and self._replay_at else None
+        try:
+            batch = await self._receive(waits_s)
+        except BadEvents as error:
+            self._complaints.bad(error)
+            return
+        if batch is None:
+            await self._catch_up()
+        else:
+            await self._take(batch)
 
     async def _catch_up(self) -> None:
         """Hear everything from the start, if the engine can still say it; from where it can, if not."""
@@ -242,7 +264,7 @@ class Source:
                     self._take_as_is(batch)
                     await asyncio.sleep(0)
         except BadEvents as error:
-            self._bad(error)
+            self._complaints.bad(error)
             return False
         except TimeoutError:
             return False
@@ -263,10 +285,6 @@ class Source:
                 yield batch
         finally:
             socket.close()
-
-    def _bad(self, error: BadEvents) -> None:
-        self._counts["bad"] += 1
-        log.warning("no KV events", endpoint=self._endpoint, rank=self._rank, error=str(error)[:200])
 
 
 @asynccontextmanager
@@ -453,7 +471,7 @@ class KvFeed:
             await asyncio.sleep(_BIND_AGAIN_S)
 
     async def _listen_once(self, at: str) -> None:
-        socket = self._sockets.open(zmq.SUB)
+        socket, complaints = self._sockets.open(zmq.SUB), Complaints(self.counts, at=at)
         try:
             socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
             socket.bind(at)
@@ -461,8 +479,7 @@ class KvFeed:
                 try:
                     self._pass_on(parse_frames(await socket.recv_multipart()))
                 except BadEvents as error:
-                    self.counts["bad"] += 1
-                    log.warning("no KV events", error=str(error)[:200])
+                    complaints.bad(error)
                 await asyncio.sleep(0)
         finally:
             socket.close()

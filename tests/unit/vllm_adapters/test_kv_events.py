@@ -125,6 +125,8 @@ def test_ranks_are_told_apart() -> None:
         [b"kv", bytes(8), b"\x93"],
         _frames({"type": "BlockEaten"}),
         _frames(["BlockStored", [1]]),
+        _frames(["BlockStored", [bytes(65)], None, [1], 1, None]),
+        _frames(["BlockRemoved", [bytes(65)], None]),
         _frames(["BlockStored", [1], None, [-1], 1, None]),
         _frames(["BlockStored", [1], None, [1 << 32], 1, None]),
         _frames(["BlockStored", [1], None, [1], -1, None]),

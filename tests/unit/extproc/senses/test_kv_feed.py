@@ -22,7 +22,7 @@ from extproc.senses import kv_feed as module
 from extproc.senses.kv_feed import KvFeed, Reader, Sockets, Source, Step, places_configured
 from extproc.senses.messages import KvEvents
 from policies.placement.precise_index import PreciseIndex
-from vllm_adapters.kv_events import Batch, Place, token_bytes
+from vllm_adapters.kv_events import BadEvents, Batch, Place, token_bytes
 
 HANG_GUARD_S = 30
 HOST = "127.0.0.1"
@@ -363,6 +363,25 @@ async def test_what_is_no_event_is_counted_and_does_no_harm() -> None:
         await _say_until(engine, lambda: rig.holds(1, 2) == 2)
         assert rig.feed.counts["bad"] == 1
     await engine.stop()
+
+
+async def test_a_flood_of_rubbish_lets_others_have_their_turn_and_the_log_its_peace() -> None:
+    """All of it is there at once, so nothing that is awaited waits; it is all counted, and one line says so."""
+    counts: Counter[str] = Counter()
+
+    async def receive(_within_s: float | None) -> Batch | None:
+        if counts["bad"] == 1_000:
+            await asyncio.Event().wait()
+        raise BadEvents("rubbish")
+
+    with capture_logs() as logs:
+        task = asyncio.create_task(Source("e", 0, PreciseIndex(10), counts, receive, Sockets()).run())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert counts["bad"] <= 3
+        await _until(lambda: counts["bad"] == 1_000)
+    task.cancel()
+    assert len([line for line in logs if line["event"] == "no KV events"]) == 1
 
 
 async def test_an_engine_without_events_stays_blind() -> None:
