@@ -535,7 +535,7 @@ class Budget(Model):
     """Tokens per period; periods are counted from 1970-01-01 in UTC, so those of a day begin at midnight."""
 
     tokens: Amount
-    period_s: Amount = 86_400
+    period_s: Annotated[float, Field(ge=1, le=1e12, allow_inf_nan=False)] = 86_400
 
 
 class Quota(Model):

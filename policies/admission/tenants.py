@@ -93,9 +93,9 @@ class _Bucket:
         return self.level(now_s) >= self.rate.burst
 
     def level(self, now_s: float) -> float:
-        """What it holds."""
+        """What it holds. It fills on from now where the clock was set back, and not only once the old time has come."""
         self._level = min(self._level + max(now_s - self._at_s, 0.0) * self.rate.per_s, self.rate.burst)
-        self._at_s = max(self._at_s, now_s)
+        self._at_s = now_s
         return self._level
 
 

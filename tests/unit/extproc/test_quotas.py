@@ -244,6 +244,7 @@ def test_new_quotas_apply_at_once_and_what_runs_stays_counted(house: House) -> N
         ("tenants: {}\npools: [{name: p, models: [m], endpoints: {static: []}}]", "without `access`"),
         (f"tenants: {{named: {{a: {{pools: [chatt]}}}}}}\n{POOLS}", "chatt"),
         (f"tenants: {{default: {{requests: {{per_s: 0}}}}}}\n{POOLS}", "per_s"),
+        (f"tenants: {{default: {{budget: {{tokens: 9, period_s: 1.0e-300}}}}}}\n{POOLS}", "period_s"),
     ],
     ids=["nobody has a tenant", "unknown pool", "no rate"],
 )

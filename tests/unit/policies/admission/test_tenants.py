@@ -41,6 +41,15 @@ def test_requests_above_the_rate_are_told_when_to_come_again() -> None:
     admitted(accounts, 1.0, 0.5)
 
 
+def test_a_clock_that_is_set_back_stops_no_bucket() -> None:
+    """A host that believed for a moment to be a day later: its tenants are not locked out until that day has come."""
+    accounts = tenants(QuotaSpec(requests=Rate(per_s=2.0, burst=3.0)))
+    for _ in range(3):
+        admitted(accounts, 1.0, 86_400.0)
+    assert refused(accounts, 1.0, 0.0).retry_after_s == pytest.approx(0.5)
+    admitted(accounts, 1.0, 0.5)
+
+
 def test_tokens_are_reserved_and_settled_by_what_was_used() -> None:
     """Less comes back; more is a debt, and nothing is admitted before it is worked off."""
     accounts = tenants(QuotaSpec(tokens=Rate(per_s=10.0, burst=100.0)))
