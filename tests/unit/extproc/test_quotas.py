@@ -246,7 +246,7 @@ def test_new_quotas_apply_at_once_and_what_runs_stays_counted(house: House) -> N
         (f"tenants: {{default: {{requests: {{per_s: 0}}}}}}\n{POOLS}", "per_s"),
         (f"tenants: {{default: {{budget: {{tokens: 9, period_s: 1.0e-300}}}}}}\n{POOLS}", "period_s"),
     ],
-    ids=["nobody has a tenant", "unknown pool", "no rate"],
+    ids=["nobody has a tenant", "unknown pool", "no rate", "no period"],
 )
 def test_quotas_that_make_no_sense_are_refused(config: str, complaint: str) -> None:
     """With the place and the reason."""
