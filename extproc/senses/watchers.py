@@ -12,6 +12,7 @@ import contextlib
 import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from time import thread_time
 
 import aiohttp
 import structlog
@@ -27,6 +28,10 @@ log = structlog.get_logger(__name__)
 
 _MAX_PAGE_BYTES = 4 * 1024 * 1024
 """Far above any engine's page (vLLM's is about 59 KB): what is larger is not one."""
+_READINGS = 10
+"""Between two pages of an engine is so much of the time that reading one took: megabytes of lines take a second, in
+which nobody else's are read.
+"""
 _LONGEST_SPREAD_S = 1.0
 """Endpoints found together begin within this: 256 pages at the same moment would make all of them late."""
 _MOST_DOUBLINGS = 10
@@ -103,6 +108,7 @@ class Watcher:
         self._probe_now = asyncio.Event()
         self._answered = False
         self._failed_scrapes = 0
+        self._reading_s = 0.0
         self._trial: asyncio.Task[None] | None = None
         self._loops: tuple[asyncio.Task[None], ...] = ()
 
@@ -213,15 +219,21 @@ class Watcher:
                 await self._scrape_now.wait()
 
     def _pause_s(self, failures: int) -> float:
-        pace = self.pace
+        """Long enough for others to have their turn, too, where a page takes long to read."""
+        pace, least_s = self.pace, _READINGS * self._reading_s
         if self._listener.live:
-            return max(_CHECK_S, pace.scrape_interval_ms / 1000)
+            return max(_CHECK_S, least_s, pace.scrape_interval_ms / 1000)
         backed_off_ms: int = pace.scrape_interval_ms << min(failures, _MOST_DOUBLINGS)
-        return min(backed_off_ms, max(pace.scrape_backoff_max_ms, pace.scrape_interval_ms)) / 1000
+        return max(least_s, min(backed_off_ms, max(pace.scrape_backoff_max_ms, pace.scrape_interval_ms)) / 1000)
 
     async def _scrape(self) -> EngineFigures | None:
         try:
-            return parse_metrics(await self._get(self._metrics_url, self.pace.scrape_timeout_ms))
+            page = await self._get(self._metrics_url, self.pace.scrape_timeout_ms)
+            began_s = thread_time()
+            try:
+                return parse_metrics(page)
+            finally:
+                self._reading_s = thread_time() - began_s
         except (aiohttp.ClientError, NotMetrics, TimeoutError, OSError, ValueError) as error:
             log.debug("scrape failed", endpoint=self._address, error=repr(error))
         except Exception:  # as above

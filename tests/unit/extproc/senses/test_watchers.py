@@ -449,6 +449,21 @@ async def test_only_what_is_listed_is_watched(house: House) -> None:
     assert all(task.cancelled() for task in watching)
 
 
+async def test_a_page_that_takes_long_to_read_is_read_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one engine's megabytes of lines would leave no time for the others' pages."""
+    house = House()
+    await house.watch()
+    [watcher] = house.watchers._watchers.values()
+    watcher.cancel()
+    used_s = iter(range(0, 100, 2))  # two seconds a page
+    monkeypatch.setattr(module, "thread_time", lambda: next(used_s))
+    assert await watcher._scrape() is not None
+    assert watcher._pause_s(0) == 20.0
+    assert watcher._pause_s(3) == 20.0
+    await house.watchers.close()
+    await house.engine.stop()
+
+
 async def test_a_back_off_grows_to_its_bound() -> None:
     """Twice as long each time, never longer than configured and never shorter than the interval."""
     house = House()
