@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from time import thread_time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -40,6 +41,11 @@ _REPORTS_PER_S = 500
 _SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
 """Between two reports of one endpoint: at first below what plugins send by default, at last what a scrape's interval is
 by default, and below what a drain waits for us.
+"""
+_LONGEST_READ_S = 0.005
+_READINGS = 10
+"""After a turn, so much of the time that it took to read is left for others: a message may take 20 ms, a sender that
+does not stop would have all of it.
 """
 _DEAF_AFTER_S = 10.0
 _LISTEN_AGAIN_S = 10.0
@@ -123,6 +129,7 @@ class Listener:
         self._run: str | None = None
         self._seq = 0
         self._heard_at_s = 0.0
+        self._read_s = 0.0
         self.task: asyncio.Task[None] | None = None
         self._begin()
 
@@ -198,7 +205,7 @@ class Listener:
             self._begin()
         if self.live and now_s() - self._heard_at_s >= SILENCE_S:
             self._silent()
-        await asyncio.sleep(self._ears.gap_s)
+        await asyncio.sleep(max(self._ears.gap_s, _READINGS * self._read_s))
         return something or was_live
 
     def _read(self, socket: zmq.asyncio.Socket) -> None:
@@ -206,9 +213,11 @@ class Listener:
         import zmq
 
         ready: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        began_s, self._read_s, number = thread_time(), 0.0, 0
         with contextlib.suppress(zmq.Again):
-            for _ in range(_MOST_PER_TURN):
+            while number < _MOST_PER_TURN and self._read_s < _LONGEST_READ_S:
                 self.take(ready.recv(zmq.DONTWAIT))
+                number, self._read_s = number + 1, thread_time() - began_s
 
     def take(self, data: bytes) -> None:
         """One message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -251,6 +252,27 @@ async def test_an_endless_sender_is_read_in_turns(house: House, monkeypatch: pyt
         await house.send(message(seq))
     await eventually(lambda: house.total("taken") + house.total("lost") > 50)
     assert max(report.taken + report.malformed for report in house.heard) == 5
+
+
+async def test_messages_that_take_long_to_read_are_read_one_a_turn(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a pause after each that others need more: sixty-four large ones in a row would hold up all figures."""
+    used_s, pauses = itertools.count(), list[float]()
+    sleep = asyncio.sleep
+
+    async def paused(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(module, "thread_time", lambda: next(used_s))  # a second a message
+    await house.listen()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "sleep", paused)
+        await house.send(*(message(seq) for seq in range(1, 20)))
+        await eventually(lambda: house.total("taken") == 19)
+    assert max(report.taken for report in house.heard) == 1
+    assert 10.0 in pauses
 
 
 async def test_a_listener_reports_more_rarely_in_a_large_fleet(house: House) -> None:
