@@ -149,7 +149,9 @@ class _Pool:
         timeout = aiohttp.ClientTimeout(total=self.spec.patience_ms / 1000)
         headers, url = {"content-type": "application/json"}, f"http://{endpoint}{path}"
         try:
-            async with self._client.post(url, data=body, headers=headers, timeout=timeout) as answer:
+            async with self._client.post(
+                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
                 if answer.status != _HTTP_OK:
                     return answer.status, b""
                 page = await answer.content.read(_LARGEST_ANSWER_BYTES)

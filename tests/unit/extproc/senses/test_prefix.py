@@ -48,7 +48,7 @@ class Engine:
     async def _render(self, _: web.Request) -> web.Response:
         self.asked.append("render")
         if self._refusals:
-            return web.Response(status=self._refusals.pop(0))
+            return web.Response(status=self._refusals.pop(0), headers={"location": "/tokenize"})
         return web.json_response({"token_ids": [1, 2, 3]}, status=200 if self._renders else 403)
 
     async def _tokenize(self, _: web.Request) -> web.Response:
@@ -141,6 +141,14 @@ async def test_one_refusal_does_not_end_rendering(status: int) -> None:
         engine._refusals.clear()
         assert (await rig.ask()).input_tokens == 3
         assert engine.asked == ["render", "render"]
+
+
+async def test_a_prompt_goes_nowhere_that_an_engine_sends_it_to() -> None:
+    """A redirect is no answer: it could lead to anybody."""
+    engine = Engine(renders=True, refusals=(307,))
+    async with _rig(engine) as rig:
+        assert (await rig.ask()).why == "not_ready"
+        assert engine.asked == ["render"]
 
 
 async def test_an_engine_that_does_not_render_speaks_for_itself_and_for_a_while() -> None:
