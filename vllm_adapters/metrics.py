@@ -231,7 +231,9 @@ _PORTS = 65_536
 def _kv_used(lines: _Lines) -> float | None:
     used = lines.share("kv_used")
     blocks, used_blocks = lines.count("kv_blocks"), lines.count("kv_used_blocks")
-    return used_blocks / blocks if used is None and blocks and used_blocks is not None else used
+    if used is None and blocks and used_blocks is not None:
+        used = used_blocks / blocks
+    return None if used is None else min(used, 1.0)
 
 
 _LARGEST_FIGURE = 1e18

@@ -160,6 +160,11 @@ def test_figures_too_large_to_be_summed_are_not_believed() -> None:
     assert figures.running == parse_metrics(LINES).running
 
 
+def test_a_cache_is_never_more_than_full() -> None:
+    """Whatever the page says: policies and alarms go by shares."""
+    assert parse_metrics(LINES + b"vllm:kv_cache_usage_perc 1e18\n").kv_used == 1.0
+
+
 def test_labels_without_end_are_read_in_one_go() -> None:
     """A page made to be slow: 2 MB of word characters where labels should be. A general pattern would not end."""
     page = (
