@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,8 +23,12 @@ class _Model(msgspec.Struct):
     parent: Any = None
 
 
+_MOST_MODELS = 10_000
+"""With all adapters. A list without end would hold the decision loop up each time it is told."""
+
+
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: Annotated[list[_Model], msgspec.Meta(max_length=_MOST_MODELS)]
 
 
 @dataclass(frozen=True, slots=True)

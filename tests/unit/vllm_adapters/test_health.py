@@ -69,6 +69,13 @@ def test_another_answer_is_not_a_listing(body: bytes) -> None:
         parse_models(body)
 
 
+def test_a_list_of_more_models_than_anybody_serves_is_none() -> None:
+    """It would be told, and taken in, once a second."""
+    assert len(listing(*({"id": str(number)} for number in range(10_000))).models) == 10_000
+    with pytest.raises(NotAListing):
+        listing(*({"id": str(number)} for number in range(10_001)))
+
+
 @pytest.mark.parametrize("body", ['{"x":%s,"data":[]}', '{"data":[{"id":"a","x":%s}]}', '{"data":%s}'])
 def test_nesting_without_end_is_not_a_listing(body: str) -> None:
     """Wherever the brackets stand."""
