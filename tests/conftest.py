@@ -12,11 +12,10 @@ settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With workers beside each other (`-n`): a file's tests stay together, and so do all over real engines.
 
-    They share what is slow to start.
+    They share what is slow to start. Said as each is collected: once all are, xdist has read its marks.
     """
-    for item in items:
-        of_engines = Path(__file__).with_name("engine") in item.path.parents
-        item.add_marker(pytest.mark.xdist_group("engine" if of_engines else str(item.path)))
+    of_engines = Path(__file__).with_name("engine") in item.path.parents
+    item.add_marker(pytest.mark.xdist_group("engine" if of_engines else str(item.path)))
