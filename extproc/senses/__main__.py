@@ -1,5 +1,6 @@
 """`python -m extproc.senses SOCKET BUFFER_BYTES LOG_LEVEL LOG_FORMAT`: started by link.py, not by people."""
 
+import os
 import signal
 import sys
 
@@ -13,3 +14,8 @@ if __name__ == "__main__":
     configure_logging(level, form)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C on the terminal is for those who stop us in order
     uvloop.run(run(int(descriptor), int(buffer_bytes)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        0
+    )  # else the interpreter would wait for threads, and one in a template that does not end has no end either

@@ -1,9 +1,11 @@
 """Answers how much of a prompt each endpoint holds, for pools with a precise index.
 
 Per pool: the index, the feed that keeps it, and where tokens come from. Tokenizing by ourselves runs in two threads,
-since a long prompt takes milliseconds and figures must go on meanwhile. What is asked of an engine goes to one that the
-pool has, in turn; where that one cannot be reached or fails, the next one is asked, once. One that does not answer in
-time is not followed by another, since that answer would come too late.
+since a long prompt takes milliseconds and figures must go on meanwhile. A template may never end, and nobody can end a
+thread: its question is answered after a while, and the pool has other threads once its configuration has changed.
+
+What is asked of an engine goes to one that the pool has, in turn; where that one cannot be reached or fails, the next
+one is asked, once. One that does not answer in time is not followed by another, since that answer would come too late.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ from vllm_adapters.tokens import (
 log = structlog.get_logger(__name__)
 
 _THREADS = 2
+"""Per pool."""
+_LONGEST_S = 30.0
+"""A megabyte takes a second or two; what takes so long does not end."""
+_END_S = 1.0
+"""How long the end waits for what is under way."""
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _HTTP_OK = 200
 _NOT_OFFERED = frozenset({403, 404, 405})
@@ -54,13 +61,13 @@ class _Silent(Exception):
 class _Pool:
     """One pool: what is known of its engines' blocks, and how its prompts become tokens."""
 
-    def __init__(self, spec: PreciseOf, client: aiohttp.ClientSession, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, spec: PreciseOf, client: aiohttp.ClientSession) -> None:
         tiers = {Tier[name.upper()]: worth for name, worth in spec.tiers.items()}
         self.spec = spec
         self.index = PreciseIndex(spec.max_blocks, tiers)
         self.feed = KvFeed(spec.events, self.index, client)
         self._client = client
-        self._threads = threads
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenize")  # its own, for they may come to hang in a template
         self._turn = count()
         self._no_render_until_s: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
@@ -103,11 +110,19 @@ class _Pool:
 
     async def _tokens(self, asked: Match) -> bytes:
         if self._tokenizer is not None:
-            run = asyncio.get_running_loop().run_in_executor
-            return await run(self._threads, self._tokenizer.tokens_of, asked.path, asked.body)
+            return await self._own_tokens(self._tokenizer, asked)
         if self.spec.tokenizer is not None:
             raise Untokenizable(NoTokens.NOT_READY)
         return ready_tokens(asked.path, asked.body) or await self._ask(asked)
+
+    async def _own_tokens(self, tokenizer: LocalTokenizer, asked: Match) -> bytes:
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            async with asyncio.timeout(_LONGEST_S):
+                return await run(self._threads, tokenizer.tokens_of, asked.path, asked.body)
+        except TimeoutError as error:
+            self._counts["hung"] += 1
+            raise Untokenizable(NoTokens.NOT_READY, "tokenizing does not end") from error
 
     async def _ask(self, asked: Match) -> bytes:
         """Ask one engine, and if that one is not there or not well, the next one, once."""
@@ -177,6 +192,7 @@ class _Pool:
         """Listen no more."""
         if self._loading is not None:
             self._loading.cancel()
+        self._threads.shutdown(wait=False)  # what waits for its turn is answered yet
         await self.feed.close()
 
 
@@ -189,7 +205,6 @@ class Prefixes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_at_s: dict[str, float] = {}
         self._client: aiohttp.ClientSession | None = None
-        self._threads: ThreadPoolExecutor | None = None
 
     def order(self, wanted: Index) -> None:
         """Keep an index for exactly these pools. One that changes in what makes the index begins anew."""
@@ -204,10 +219,9 @@ class Prefixes:
             self._pools[name] = self._made(specs[name])
 
     def _made(self, spec: PreciseOf) -> _Pool:
-        if self._client is None or self._threads is None:
+        if self._client is None:
             self._client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=8))
-            self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
-        return _Pool(spec, self._client, self._threads)
+        return _Pool(spec, self._client)
 
     def match(self, asked: Match) -> None:
         """Answer; who asks sees to it that not too many wait."""
@@ -250,11 +264,10 @@ class Prefixes:
     async def close(self) -> None:
         """End everything."""
         self.order(Index([]))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_END_S)
         if self._client is not None:
             await self._client.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _same(one: PreciseOf, other: PreciseOf) -> bool:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -200,6 +201,34 @@ async def test_a_folder_without_a_tokenizer_is_answered_with_a_reason(tmp_path: 
         assert rig.pool._loading is not None
         await rig.pool._loading
         assert (await rig.ask()).why == "not_ready"
+
+
+async def test_a_template_that_does_not_end_keeps_no_question_and_no_other_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its questions are answered after a while; with the template mended and the config read again, it tokenizes."""
+
+    class Stuck:
+        ended = Event()
+
+        def tokens_of(self, _path: str, _body: bytes) -> bytes:
+            self.ended.wait()
+            return b""
+
+    async with _rig(Engine(renders=True), folder) as rig:
+        assert rig.pool._loading is not None
+        await rig.pool._loading
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_LONGEST_S", 0.01)
+            patch.setattr(rig.pool, "_tokenizer", Stuck())
+            assert [(await rig.ask()).why for _ in range(3)] == ["not_ready"] * 3
+        assert rig.pool.figures().counts["hung"] == 3
+        rig.prefixes.order(Index([replace(rig.spec, max_blocks=99)]))
+        mended = rig.prefixes._pools["p"]
+        assert mended._loading is not None
+        await mended._loading
+        assert (await rig.ask()).input_tokens == 3
+        Stuck.ended.set()
 
 
 async def test_how_an_index_is_gets_reported() -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from extproc.senses import process as module
 from extproc.senses.messages import (
@@ -14,11 +20,16 @@ from extproc.senses.messages import (
     Frames,
     FromSenses,
     Heard,
+    Index,
     Indexed,
+    KvEvents,
+    Match,
     Matched,
+    PreciseOf,
     Probed,
     Scraped,
     Tried,
+    encode,
     from_senses,
 )
 from extproc.senses.process import Port
@@ -26,6 +37,7 @@ from policies.lifecycle import Evidence
 
 A = "10.0.0.1:8000"
 BOUND = 1_000
+HANG_GUARD_S = 60
 
 
 class Transport(asyncio.Transport):
@@ -125,3 +137,34 @@ async def test_nothing_is_written_to_nobody() -> None:
     house.transport.closing = True
     house.port.report(Tried(A))
     assert house.transport.written == []
+
+
+def test_the_end_waits_for_no_template(tmp_path: Path) -> None:
+    """One that does not end keeps a thread busy for ever; the process ends with its socket all the same."""
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))  # noqa: S106 - no secret
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcdefgh") + "{% endfor %}" * 8
+    (tmp_path / "chat_template.jinja").write_text("{% if messages | length > 1 %}" + loops + "{% endif %}?")
+    spec = PreciseOf("p", [], KvEvents(), str(tmp_path), 1_000, {"gpu": 1.0, "cpu": 1.0, "disk": 1.0}, 10, 1_000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(HANG_GUARD_S)
+        command = [sys.executable, "-P", "-m", "extproc.senses", str(theirs.fileno()), "1000000", "error", "auto"]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        theirs.close()
+        ours.sendall(encode(Index([spec])))
+        frames, ready = Frames(), False
+        while not ready:
+            ours.sendall(encode(_question(messages=1)))
+            answers = [from_senses(body) for body in frames.feed(ours.recv(65_536))]
+            ready = any(isinstance(answer, Matched) and answer.why is None for answer in answers)
+        ours.sendall(encode(_question(messages=2)))
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            assert process.wait(HANG_GUARD_S) == 0
+        finally:
+            process.kill()
+
+
+def _question(messages: int) -> Match:
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * messages})
+    return Match(1, "p", "/v1/chat/completions", body.encode())
