@@ -451,11 +451,26 @@ class ChatTemplate:
             arguments["add_generation_prompt"] = False
             _mark(messages)
         try:
-            text = self._template.render(messages=messages, **arguments)
+            text = _bounded(self._template.generate(messages=messages, **arguments))
         except Exception as error:
             # a template is a program: it may raise anything, and what it raises the client hears from the engine
             raise Untokenizable(NoTokens.UNREADABLE, str(error)[:200]) from error
         return _up_to_mark(text) if goes_on else text
+
+
+_LONGEST_TEXT = 32 * 1024 * 1024
+"""Characters: more than any model's context holds."""
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """All of a text; a template may have no end of it."""
+    made, length = [], 0
+    for piece in pieces:
+        length += len(piece)
+        if length > _LONGEST_TEXT:
+            raise Untokenizable(NoTokens.UNREADABLE, "the chat template does not end")
+        made.append(piece)
+    return "".join(made)
 
 
 def _mark(messages: list[dict[str, Any]]) -> None:

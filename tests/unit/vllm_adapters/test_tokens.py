@@ -368,3 +368,10 @@ def test_an_engines_answer_is_read_either_way() -> None:
     for bad in (b"", b"{}", b'{"tokens": [-1]}', b'{"tokens": ["a"]}'):
         with pytest.raises(Untokenizable):
             answered_tokens(bad)
+
+
+def test_a_template_that_has_no_end_of_text_is_ended() -> None:
+    """Before it fills the memory."""
+    long = "{% for number in range(40_000) %}" + "x" * 1_000 + "{% endfor %}"
+    with pytest.raises(Untokenizable, match="does not end"):
+        ChatTemplate(long, {}).render({"messages": []})
