@@ -21,10 +21,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from enum import Enum, auto
-from typing import TypeAlias
+from time import thread_time
+from typing import TypeAlias, TypeVar
 
 import aiohttp
 import structlog
@@ -66,6 +67,10 @@ _MOST_REPLAYED = 100_000
 """Ten times what vLLM remembers unless it is told otherwise."""
 _ASK_AGAIN_S, _RETRY_S, _BIND_AGAIN_S = 60.0, 1.0, 5.0
 _COMPLAIN_AGAIN_S = 60.0
+_LONG_S, _READINGS = 0.01, 10
+"""After a message that took longer to read, so much of that time is left for others. Those of a step take less than a
+millisecond, the largest half a second, and many of these would leave no engine's figures fresh.
+"""
 _HTTP_OK, _HTTP_SERVER_ERROR = 200, 500
 
 
@@ -279,12 +284,26 @@ class Source:
             for _ in range(_MOST_REPLAYED):
                 if not await socket.poll(round(_ANSWER_S * 1000)):
                     raise TimeoutError
-                batch = replayed(await socket.recv_multipart())
+                batch = await _read(replayed, await socket.recv_multipart())
                 if batch is None:
                     return
                 yield batch
         finally:
             socket.close()
+
+
+_Read = TypeVar("_Read")
+
+
+async def _read(parse: Callable[[Sequence[bytes]], _Read], frames: Sequence[bytes]) -> _Read:
+    """What a message says. After one that took long to read, others have had their turn first."""
+    began_s = thread_time()
+    try:
+        return parse(frames)
+    finally:
+        used_s = thread_time() - began_s
+        if used_s > _LONG_S:
+            await asyncio.sleep(_READINGS * used_s)
 
 
 @asynccontextmanager
@@ -444,7 +463,7 @@ class KvFeed:
             async def receive(within_s: float | None) -> Batch | None:
                 if within_s is not None and not await socket.poll(round(within_s * 1000)):
                     return None
-                return parse_frames(await socket.recv_multipart())
+                return await _read(parse_frames, await socket.recv_multipart())
 
             source = self._made(endpoint, rank, receive, replay)
             async with _interruptions(socket, source):
@@ -477,7 +496,7 @@ class KvFeed:
             socket.bind(at)
             while True:
                 try:
-                    self._pass_on(parse_frames(await socket.recv_multipart()))
+                    self._pass_on(await _read(parse_frames, await socket.recv_multipart()))
                 except BadEvents as error:
                     complaints.bad(error)
                 await asyncio.sleep(0)

@@ -22,7 +22,7 @@ from extproc.senses import kv_feed as module
 from extproc.senses.kv_feed import KvFeed, Reader, Sockets, Source, Step, places_configured
 from extproc.senses.messages import KvEvents
 from policies.placement.precise_index import PreciseIndex
-from vllm_adapters.kv_events import BadEvents, Batch, Place, token_bytes
+from vllm_adapters.kv_events import BadEvents, Batch, Place, parse_frames, token_bytes
 
 HANG_GUARD_S = 30
 HOST = "127.0.0.1"
@@ -382,6 +382,22 @@ async def test_a_flood_of_rubbish_lets_others_have_their_turn_and_the_log_its_pe
         await _until(lambda: counts["bad"] == 1_000)
     task.cancel()
     assert len([line for line in logs if line["event"] == "no KV events"]) == 1
+
+
+async def test_after_a_message_that_takes_long_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was one or not: ten times as long as it took. After a short one nobody waits."""
+    times, pauses = iter([0.0, 2.0, 2.0, 4.0, 4.0, 4.001]), list[float]()
+
+    async def paused(delay_s: float) -> None:
+        pauses.append(delay_s)
+
+    monkeypatch.setattr(module, "thread_time", lambda: next(times))
+    monkeypatch.setattr(asyncio, "sleep", paused)
+    assert await module._read(len, [b""]) == 1
+    with pytest.raises(BadEvents):
+        await module._read(parse_frames, [])
+    assert await module._read(len, [b""]) == 1
+    assert pauses == [20.0, 20.0]
 
 
 async def test_an_engine_without_events_stays_blind() -> None:
