@@ -410,6 +410,8 @@ class Fleet:
             self.state.set_models(member.slot, listing.models, listing.adapters)
             self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
             known = self.served_models(address, listing)
+            if member.lifecycle.state is State.UNHEALTHY:
+                member.progress_at_s = self._clock()  # what it generated for us is a step, whatever its figures say
             self._observe(member, Evidence.PROBE_OK if known else Evidence.NO_MODEL)
 
     def served_models(self, address: str, listing: Listing) -> list[str]:

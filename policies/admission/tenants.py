@@ -244,7 +244,8 @@ class Tenants:
         spec = account.spec
         if spec.concurrency is not None and account.running >= spec.concurrency:
             return OverQuota(Quota.CONCURRENCY, account.duration_s.value / max(spec.concurrency, 1))
-        if spec.budget_tokens is not None and account.spent + tokens > spec.budget_tokens:
+        # one that wants more than a whole budget may have it, or it would be told for ever to come again
+        if spec.budget_tokens is not None and account.spent + min(tokens, spec.budget_tokens) > spec.budget_tokens:
             return OverQuota(Quota.BUDGET, (account.period + 1) * spec.budget_period_s - now_s)
         for quota, bucket, amount in (
             (Quota.REQUESTS, account.requests, 1.0),

@@ -959,6 +959,21 @@ def test_an_engine_with_requests_that_does_no_step_is_stuck() -> None:
     assert house.fleet.wants_trial(A)
 
 
+def test_an_engine_that_passed_its_trial_is_not_stuck_again_at_once() -> None:
+    """Though its figures stand still, since whatever tells them does: it is given as long as any other."""
+    house = House()
+    house.bring_up("m", A, B)
+    for after_s in (0, 20):
+        house.now_s = 100.0 + after_s
+        house.fleet.scraped(A, EngineFigures(running=1, waiting=0, progress=6.0))
+    assert house.state_of(A) is State.UNHEALTHY
+    house.fleet.listed_models(A, LISTING)
+    for after_s, state in ((21, State.READY), (29, State.READY), (31, State.UNHEALTHY)):
+        house.now_s = 100.0 + after_s
+        house.fleet.scraped(A, EngineFigures(running=1, waiting=0, progress=6.0))
+        assert house.state_of(A) is state
+
+
 def test_an_idle_engine_need_not_make_progress() -> None:
     """Nor one that does not say how far it is."""
     house = House()

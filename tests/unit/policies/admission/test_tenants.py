@@ -111,6 +111,14 @@ def test_a_budget_is_full_again_with_the_next_period() -> None:
     admitted(accounts, 60.0, 61.0)
 
 
+def test_a_request_larger_than_a_budget_takes_all_of_it() -> None:
+    """Once per period; the wait that it is told comes true."""
+    accounts = tenants(QuotaSpec(budget_tokens=100.0, budget_period_s=60.0))
+    admitted(accounts, 500.0, 50.0)
+    over = refused(accounts, 500.0, 50.0)
+    admitted(accounts, 500.0, 50.0 + over.retry_after_s)
+
+
 def test_only_who_may_borrow_takes_of_the_spare() -> None:
     """As much as there is; and what he brings back goes there."""
     spec = QuotaSpec(tokens=Rate(1.0, 10.0))
