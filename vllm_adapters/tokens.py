@@ -509,7 +509,7 @@ class LocalTokenizer:
             import jinja2  # noqa: F401
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise NotInstalled(f"{error.name} is missing: pip install 'pointsman[vllm]'") from error
+            raise NotInstalled(f"{error.name} is missing: pip install '.[vllm]' in a clone") from error
         settings = _json_of(folder / "tokenizer_config.json")
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

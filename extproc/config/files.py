@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extproc.config.schema import Access, Config, Kubernetes, RequestLog, Tls
+from extproc.config.schema import Access, Config, Kubernetes, Pool, RequestLog, Tls
 
 _Parsed = TypeVar("_Parsed")
 
@@ -30,13 +30,25 @@ def file_faults(config: Config, *, of_envoy: bool = True) -> list[str]:
 
 
 def file_warnings(config: Config) -> list[str]:
-    """One line per file without which we start, and lack something until it comes."""
+    """One line per file without which we start, and lack something."""
     return [
+        f"pools[{number}].prefix_index.precise.tokenizer: {file}: cannot be read; prompts are matched approximately"
+        for number, pool in enumerate(config.pools)
+        for file in _tokenizer_files(pool)
+        if not os.access(file, os.R_OK)
+    ] + [
         f"{place}: {file}: cannot be read; no endpoints until it can"
         for number, pool in enumerate(config.pools)
         for place, file in _followed(f"pools[{number}].endpoints", pool.endpoints.file, pool.endpoints.kubernetes)
         if not os.access(file, os.R_OK)
     ]
+
+
+def _tokenizer_files(pool: Pool) -> list[Path]:
+    """What a tokenizer's folder holds in any case."""
+    precise = pool.precise
+    folder = None if precise is None or precise.tokenizer == "engine" else Path(precise.tokenizer)
+    return [] if folder is None else [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
 def _followed(place: str, file: Path | None, kubernetes: Kubernetes | None) -> Iterator[tuple[str, Path]]:

@@ -343,7 +343,7 @@ class PreciseIndex(Model):
     def _libraries_are_there(cls, value: str | Path) -> str | Path:
         missing = [name for name in ("tokenizers", "jinja2") if find_spec(name) is None]
         if value != "engine" and missing:
-            raise ValueError(f"{' and '.join(missing)} missing: pip install 'pointsman[vllm]', or take `engine`")
+            raise ValueError(f"{' and '.join(missing)} missing: pip install '.[vllm]' in a clone, or take `engine`")
         return value
 
 

@@ -209,6 +209,18 @@ def test_a_file_that_may_come_later_is_worth_a_warning(tmp_path: Path) -> None:
     assert f"warning: pools[0].endpoints.file: {tmp_path / 'gone.yaml'}: cannot be read" in result.stderr
 
 
+def test_a_tokenizer_that_is_not_there_is_worth_a_warning(tmp_path: Path) -> None:
+    """Requests are served all the same, by the approximate index; what is there is not complained of."""
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text("{}")
+    precise = "prefix_index: {precise: {tokenizer: tok}}"
+    said = check(tmp_path, f"pools: [{{name: p, models: [m], endpoints: {{static: []}}, {precise}}}]")
+    assert said.exit_code == 0, said.output
+    warning = "warning: pools[0].prefix_index.precise.tokenizer: "
+    assert f"{warning}{tmp_path / 'tok' / 'tokenizer_config.json'}: cannot be read" in said.stderr
+    assert "tokenizer.json: cannot be read" not in said.stderr
+
+
 @pytest.mark.parametrize("command", ["up", "serve"])
 def test_a_start_names_the_field_too(files: Path, command: str) -> None:
     """And starts nothing, Envoy least of all."""
