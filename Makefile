@@ -23,14 +23,9 @@ $(READY): pyproject.toml
 demo: $(READY) ## four simulated engines behind a real Envoy: round robin, then the default policy
 	$(BIN)/pointsman demo
 
-test: $(READY) ## every test, with the coverage gate: files beside each other, then those over real engines
+test: $(READY) ## every test, with the coverage gate
 	$(BIN)/coverage erase
-ifeq ($(ARGS),)
-	$(BIN)/coverage run -m pytest -n 2 --dist loadfile --ignore=tests/engine
-	$(BIN)/coverage run -m pytest tests/engine
-else
 	$(BIN)/coverage run -m pytest $(ARGS)
-endif
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

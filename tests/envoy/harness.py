@@ -23,19 +23,11 @@ HANG_GUARD_S = 60.0
 """How long anything may take before a test gives up: a guard against hanging, not a yardstick."""
 
 
-_WORKERS_PORTS = 4_000
-"""Three workers' worth fit below the range of outgoing connections."""
-
-
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on, below the range from which outgoing connections take theirs.
-
-    Of tests that run beside each other each worker has a range of its own: a port may be free and promised.
-    """
-    first = 20_000 + _WORKERS_PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    """Loopback ports that nobody listens on, below the range from which outgoing connections take theirs."""
     found: set[int] = set()
     while len(found) < count:
-        port = random.randrange(first, first + _WORKERS_PORTS)
+        port = random.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             found.add(port)
