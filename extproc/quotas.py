@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from extproc.config import schema
@@ -117,15 +118,14 @@ def _refusal(tenant: str, over: OverQuota) -> Refusal:
 
 
 def _spec(quota: schema.Quota) -> QuotaSpec:
-    budget = quota.budget or schema.Budget(tokens=1)
-    return QuotaSpec(
+    spec = QuotaSpec(
         requests=_rate(quota.requests),
         tokens=_rate(quota.tokens),
         concurrency=quota.concurrency,
-        budget_tokens=None if quota.budget is None else budget.tokens,
-        budget_period_s=budget.period_s,
         may_borrow=quota.may_borrow,
     )
+    budget = quota.budget
+    return spec if budget is None else replace(spec, budget_tokens=budget.tokens, budget_period_s=budget.period_s)
 
 
 def _rate(rate: schema.Rate | None) -> Rate | None:

@@ -16,6 +16,5 @@ if __name__ == "__main__":
     uvloop.run(run(int(descriptor), int(buffer_bytes)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-    )  # else the interpreter would wait for threads, and one in a template that does not end has no end either
+    # else the interpreter would wait for its threads, and one may be in a chat template that does not end
+    os._exit(0)
