@@ -28,7 +28,7 @@ from real_engines import Vllm, plugin
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
-from extproc.config.schema import Scrape
+from extproc.config.sections.watching import Scrape
 from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import Metrics
 from extproc.senses.inbox import Inbox

@@ -192,7 +192,7 @@ def key(
 ) -> None:
     """Make an API key: prints it, once, and the line that lets it in."""
     from extproc.access.keys import digest_of, make_key, name_for
-    from extproc.config.schema import ApiKey
+    from extproc.config.sections.callers import ApiKey
 
     made = make_key()
     try:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TypeAlias
 
-from extproc.config.schema import Pool, PreciseIndex
+from extproc.config.schema import Pool
+from extproc.config.sections.prefix_index import PreciseIndex
 from extproc.senses.messages import Index, Indexed, KvEvents, Match, Matched, PreciseOf
 from policies.types import Fallback, InferenceRequest, Precise
 

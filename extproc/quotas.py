@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from extproc.config import schema
+from extproc.config.schema import Config
+from extproc.config.sections import callers
 from extproc.flight import Completion, Flight
 from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
 from policies.types import Reason, Refusal
@@ -40,16 +41,16 @@ class QuotaEvents(Protocol):
 class Quotas:
     """Admits requests of tenants, and settles what they have cost."""
 
-    def __init__(self, config: schema.Config, events: QuotaEvents, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, config: Config, events: QuotaEvents, wall_clock: Callable[[], float]) -> None:
         self._events = events
         self._wall_clock = wall_clock
         self._tenants = Tenants({}, QuotaSpec(), most_tenants=config.limits.tenants)
         self.configure(config)
 
-    def configure(self, config: schema.Config) -> None:
+    def configure(self, config: Config) -> None:
         """Use new limits; what runs and what was spent stays."""
         self._config = config.tenants
-        tenants = config.tenants or schema.Tenants()
+        tenants = config.tenants or callers.Tenants()
         specs = {name: _spec(quota) for name, quota in tenants.named.items()}
         self._tenants.configure(specs, _spec(tenants.default), spare=_rate(tenants.spare))
 
@@ -117,7 +118,7 @@ def _refusal(tenant: str, over: OverQuota) -> Refusal:
     return Refusal(429, kind, message, reason, retry_after_s=retry_after_s)
 
 
-def _spec(quota: schema.Quota) -> QuotaSpec:
+def _spec(quota: callers.Quota) -> QuotaSpec:
     spec = QuotaSpec(
         requests=_rate(quota.requests),
         tokens=_rate(quota.tokens),
@@ -128,5 +129,5 @@ def _spec(quota: schema.Quota) -> QuotaSpec:
     return spec if budget is None else replace(spec, budget_tokens=budget.tokens, budget_period_s=budget.period_s)
 
 
-def _rate(rate: schema.Rate | None) -> Rate | None:
+def _rate(rate: callers.Rate | None) -> Rate | None:
     return None if rate is None else Rate(rate.per_s, rate.most)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from extproc.access.keys import digest_of
-from extproc.config.schema import LONGEST_TENANT, Access, ApiKey
+from extproc.config.sections.callers import LONGEST_TENANT, Access, ApiKey
 from extproc.names import CREDENTIAL_HEADERS, RETRY_AFTER_S
 from policies.types import Reason, Refusal
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 
 from extproc.access.keys import BadKeys, parse_keys
-from extproc.config.schema import ApiKey
+from extproc.config.sections.callers import ApiKey
 from extproc.fleet.discovery.files import follow_parsed
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ from hashlib import sha256
 
 from pydantic import TypeAdapter, ValidationError
 
-from extproc.config.schema import ApiKey, ApiKeys
+from extproc.config.sections.callers import ApiKey, ApiKeys
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _PREFIX = "pm-"

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extproc.config.schema import Access, Config, Kubernetes, Pool, RequestLog, Tls
+from extproc.config.schema import Config, Pool
+from extproc.config.sections.callers import Access
+from extproc.config.sections.endpoint_sources import Kubernetes
+from extproc.config.sections.listen import Tls
+from extproc.config.sections.observing import RequestLog
 
 _Parsed = TypeVar("_Parsed")
 

@@ -11,7 +11,10 @@ from extproc.config.known_keys import keys_at
 from extproc.config.near_misses import did_you_mean
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import build_policy, profile_of
-from extproc.config.schema import Access, Config, Observe, Pool, Tls
+from extproc.config.schema import Config, Pool
+from extproc.config.sections.callers import Access
+from extproc.config.sections.listen import Tls
+from extproc.config.sections.observing import Observe
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=BaseModel)

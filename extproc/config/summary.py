@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from extproc.config.policy_kinds import CustomPolicy
 from extproc.config.pool_policies import policy_of
-from extproc.config.schema import Access, Config, Endpoints, Kubernetes, Pool
+from extproc.config.schema import Config, Pool
+from extproc.config.sections.callers import Access
+from extproc.config.sections.endpoint_sources import Endpoints, Kubernetes
 from policies.placement.scorers import AFFINITY_SCORERS
 from policies.placement.weighted import WeightedSpec, bounded_weights
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from datetime import timedelta
 from urllib.parse import SplitResult, urlsplit
 
-from extproc.config.schema import Access, Config, Jwt
+from extproc.config.schema import Config
+from extproc.config.sections.callers import Access, Jwt
 from extproc.control import envoy_types as envoy
 from extproc.names import CREDENTIAL_HEADERS, JWT_KEY, JWT_NAMESPACE
 

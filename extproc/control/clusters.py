@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Literal
 
-from extproc.config.schema import Config, Pool, is_name
+from extproc.config.schema import Config, Pool
+from extproc.config.sections.fields import is_name
 from extproc.control import envoy_types as envoy
 from extproc.names import DESTINATION_HEADER, LB_NAMESPACE, SERVED_KEY
 

@@ -15,7 +15,8 @@ import yaml
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from extproc.config.schema import Config, is_wildcard
+from extproc.config.schema import Config
+from extproc.config.sections.fields import is_wildcard
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log
 from extproc.control.authentication import key_set_clusters

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from extproc.config.schema import Config, Tls
+from extproc.config.schema import Config
+from extproc.config.sections.listen import Tls
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log, upstream_log
 from extproc.control.authentication import authentication_filters

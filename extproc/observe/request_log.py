@@ -26,8 +26,8 @@ import msgspec
 import re2
 import structlog
 
-from extproc.config import schema
-from extproc.config.schema import quiet_re2
+from extproc.config.sections import observing
+from extproc.config.sections.observing import quiet_re2
 from extproc.flight import Completion, Flight, Note
 from policies.types import InferenceRequest, Refusal
 
@@ -85,7 +85,7 @@ class RequestLog:
     `lost` gives the counter of lines lost for one cause; `clock` is the one flights are opened by.
     """
 
-    def __init__(self, config: schema.RequestLog, lost: Callable[[str], Count], clock: Callable[[], float]) -> None:
+    def __init__(self, config: observing.RequestLog, lost: Callable[[str], Count], clock: Callable[[], float]) -> None:
         self._prompt_bytes = config.prompt_bytes + _MARGIN_BYTES if config.prompts else 0
         self._clock = clock
         self._waiting: Queue[Line] = Queue(config.queue)
@@ -242,7 +242,7 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _handler(config: schema.RequestLog, failed: Count) -> logging.Handler:
+def _handler(config: observing.RequestLog, failed: Count) -> logging.Handler:
     handler: logging.Handler = (
         logging.StreamHandler(sys.stdout)
         if config.file is None
@@ -276,7 +276,7 @@ _MEANT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 class Redactor:
     """Makes of a prompt's first bytes what may be logged. RE2: no pattern takes longer than in proportion to it."""
 
-    def __init__(self, config: schema.RequestLog) -> None:
+    def __init__(self, config: observing.RequestLog) -> None:
         patterns = {name: BUILT_IN[name] for name in config.redact} | config.redact_patterns
         self._rules = [(re2.compile(pattern, quiet_re2()), f"[{name}]") for name, pattern in patterns.items()]
         self._most_bytes = config.prompt_bytes

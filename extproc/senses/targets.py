@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from extproc.config.schema import Dcgm
+from extproc.config.sections.watching import Dcgm
 from extproc.fleet.fleet import Fleet
 from extproc.senses.messages import Target
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from extproc.config.schema import Tls
+from extproc.config.sections.listen import Tls
 
 _VALID = dt.timedelta(days=3650)
 """As long as the process could possibly run: it is made anew at every start."""

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.config.schema import Listen
+from extproc.config.sections.listen import Listen
 from extproc.wire.certificates import server_credentials
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -12,7 +12,7 @@ from typing import Any
 from callers import Caller, GrpcCaller
 from house import House
 
-from extproc.config.schema import Listen
+from extproc.config.sections.listen import Listen
 from extproc.wire.grpc_server import EXT_PROC, PortTaken, bidirectional, envoy_server
 
 

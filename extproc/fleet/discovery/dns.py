@@ -21,7 +21,8 @@ import dns.resolver
 import dns.rrset
 import structlog
 
-from extproc.config.schema import Dns, check_address
+from extproc.config.sections.endpoint_sources import Dns
+from extproc.config.sections.fields import check_address
 from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.discovery.sink import Sink
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from extproc.config.schema import Endpoint, check_address
+from extproc.config.sections.endpoint_sources import Endpoint
+from extproc.config.sections.fields import check_address
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 

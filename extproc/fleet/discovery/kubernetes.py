@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from extproc.config.schema import EndpointSlices, Kubernetes
+from extproc.config.sections.endpoint_sources import EndpointSlices, Kubernetes
 from extproc.fleet.discovery.kubernetes_api import Collection, Mirror, Unread
 from extproc.fleet.discovery.kubernetes_objects import (
     Endpoints,

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import structlog
 
-from extproc.config.schema import Kubernetes
+from extproc.config.sections.endpoint_sources import Kubernetes
 from extproc.fleet.discovery.kubernetes_objects import Metadata
 
 log = structlog.get_logger(__name__)

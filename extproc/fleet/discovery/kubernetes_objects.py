@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
-from extproc.config.schema import check_address
+from extproc.config.sections.fields import check_address
 from extproc.fleet.discovery.endpoints import Discovered
 
 _ZONE_LABEL = "topology.kubernetes.io/zone"

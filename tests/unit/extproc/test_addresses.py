@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from extproc.addresses import AddressTaken, refuse_taken_address
 from extproc.cli import cli
-from extproc.config.schema import Listen
+from extproc.config.sections.listen import Listen
 from extproc.wire.grpc_server import HealthServer, PortTaken, envoy_server
 
 

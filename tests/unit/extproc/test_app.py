@@ -10,7 +10,8 @@ from extproc import app as module
 from extproc.app import App
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
-from extproc.config.schema import Config, Dcgm
+from extproc.config.schema import Config
+from extproc.config.sections.watching import Dcgm
 from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.fleet import Fleet
 from extproc.senses.messages import Target

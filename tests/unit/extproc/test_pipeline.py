@@ -17,10 +17,10 @@ from structlog.testing import capture_logs
 
 from extproc.access.gate import gate_of
 from extproc.access.keys import digest_of
-from extproc.config import schema
 from extproc.config.generations import RETRY_ON, Generation
 from extproc.config.loading import parse
-from extproc.config.schema import Access
+from extproc.config.sections import observing
+from extproc.config.sections.callers import Access
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight, Flights, Stage
 from extproc.observe.decisions import DecisionLog
@@ -388,7 +388,7 @@ def test_a_policy_whose_scores_are_none_costs_a_500_and_is_named(house: House, m
 
 def refused_line(house: House, folder: Path, ask: Callable[[], object]) -> dict[str, Any]:
     """The request log's line of what `ask` has refused."""
-    log = RequestLog(schema.RequestLog(file=folder / "log"), lambda _: house.events, lambda: house.now_s)  # type: ignore[arg-type, return-value]
+    log = RequestLog(observing.RequestLog(file=folder / "log"), lambda _: house.events, lambda: house.now_s)  # type: ignore[arg-type, return-value]
     house.pipeline._request_log = log
     ask()
     log.close()

@@ -8,7 +8,7 @@ import pytest
 
 from extproc.access.gate import Caller, Gate, gate_of
 from extproc.access.keys import digest_of
-from extproc.config.schema import Access, ApiKey
+from extproc.config.sections.callers import Access, ApiKey
 from policies.types import Refusal
 
 KEY = "pm-0123"

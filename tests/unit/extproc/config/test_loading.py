@@ -13,7 +13,9 @@ from extproc.cli import cli
 from extproc.config.loading import ConfigError, load, parse
 from extproc.config.policy_kinds import KINDS
 from extproc.config.pool_policies import policy_of, presets
-from extproc.config.schema import Config, Endpoint, check_address
+from extproc.config.schema import Config
+from extproc.config.sections.endpoint_sources import Endpoint
+from extproc.config.sections.fields import check_address
 from policies.placement.profiles import Profile
 from policies.placement.rotation import ConsistentHashSpec
 from policies.placement.scorers import SCORERS

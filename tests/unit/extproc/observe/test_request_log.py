@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from extproc.access.gate import Caller
-from extproc.config import schema
+from extproc.config.sections import observing
 from extproc.flight import Completion, Flight, Flights, Usage
 from extproc.observe.request_log import Redactor, RequestLog
 from policies.fleet_state import FleetState
@@ -38,7 +38,7 @@ class House:
         self.file = folder / "requests.jsonl"
         self.lost: Counter[str] = Counter()
         self.now_s = 100.0
-        self.log = RequestLog(schema.RequestLog(file=self.file, **config), self._count, lambda: self.now_s)
+        self.log = RequestLog(observing.RequestLog(file=self.file, **config), self._count, lambda: self.now_s)
 
     def _count(self, why: str) -> Any:
         house = self
@@ -210,7 +210,7 @@ def test_a_stop_does_not_wait_for_a_reader_for_ever(tmp_path: Path, monkeypatch:
 
 def shown(prompt: bytes, **config: Any) -> str:
     """What is logged of a prompt."""
-    return Redactor(schema.RequestLog(prompts=True, **config)).shown(prompt)
+    return Redactor(observing.RequestLog(prompts=True, **config)).shown(prompt)
 
 
 @pytest.mark.parametrize(
@@ -260,4 +260,4 @@ def test_half_a_surrogate_pair_can_be_logged() -> None:
 def test_a_pattern_that_re2_does_not_understand_is_a_fault_of_the_config() -> None:
     """Look-behind and references have no linear-time meaning."""
     with pytest.raises(ValueError, match="no regular expression that RE2 understands"):
-        schema.RequestLog(redact_patterns={"x": r"(a)\1"})
+        observing.RequestLog(redact_patterns={"x": r"(a)\1"})

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
-from extproc.config.schema import Dcgm
+from extproc.config.sections.watching import Dcgm
 from extproc.fleet.discovery.endpoints import as_discovered
 from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import Metrics

@@ -16,7 +16,7 @@ import dns.rrset
 import pytest
 from pydantic import ValidationError
 
-from extproc.config.schema import Dns, Endpoints
+from extproc.config.sections.endpoint_sources import Dns, Endpoints
 from extproc.fleet.discovery import dns as discovery_dns
 from extproc.fleet.discovery.dns import _Follower, follow_dns
 from extproc.fleet.discovery.endpoints import Discovered

@@ -24,8 +24,8 @@ from kubernetes_server import (
 from pydantic import ValidationError
 
 from extproc.config.loading import load
-from extproc.config.schema import Endpoints
-from extproc.config.schema import Kubernetes as Source
+from extproc.config.sections.endpoint_sources import Endpoints
+from extproc.config.sections.endpoint_sources import Kubernetes as Source
 from extproc.fleet.discovery import kubernetes_api
 from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.discovery.kubernetes import follow_kubernetes

@@ -1,0 +1,1 @@
+"""The sections of the configuration file, by what they are about."""
