@@ -34,6 +34,7 @@ from extproc.fleet.discovery.files import follow_file
 from extproc.fleet.discovery.sources import Discovery
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flights
+from extproc.guard import guard_of
 from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
@@ -200,6 +201,8 @@ class App:
         self._key_file.configure(config.access.api_keys_file)
         self._set_gate()
         self._quotas.configure(config)
+        self.pipeline.guard = guard_of(config, self.pipeline.guard, self.metrics, time.monotonic)
+        self.metrics.patterns_in_force(config.guard.patterns if config.guard else ())
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
         self.flights.max_unsettled = config.limits.unsettled_requests
@@ -307,6 +310,7 @@ class App:
             "ext_proc_streams_ended_total": flights.ended,
             "ext_proc_streams_open": flights.open_count,
             "requests_unsettled": flights.unsettled_count,
+            "guard_clients_forgotten_total": 0 if self.pipeline.guard is None else self.pipeline.guard.forgotten,
             "prefill_rates_misread_total": sum(p.ledger.misreadings for p in self.fleet.placements.values()),
         }
 

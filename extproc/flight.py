@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from extproc.access.gate import Caller
+from policies.admission.clients import Visit
 from policies.admission.tenants import Charge
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
@@ -141,6 +142,7 @@ class Flight:
         "stage",
         "streamed",
         "subset",
+        "visit",
     )
 
     def __init__(self, flights: Flights, opened_at_s: float) -> None:
@@ -163,6 +165,7 @@ class Flight:
         self.claims: Mapping[str, str] | None = None
         self.caller: Caller | None = None
         self.charge: Charge | None = None
+        self.visit: Visit | None = None
         self.note: Note | None = None
 
     @property
@@ -263,6 +266,8 @@ class Flights:
         self.ended += 1
         if flight.charge is not None:
             flight.charge.ended()
+        if flight.visit is not None:
+            flight.visit.ended(flight.ended_at_s)
         if stage is Stage.RESERVED and flight.reservation is not None:
             self._state.release(flight.reservation)
             if flight.placement is not None:

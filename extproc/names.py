@@ -12,6 +12,9 @@ MODEL_HEADER = "x-pointsman-model"
 CREDENTIAL_HEADERS = ("authorization", "x-api-key")
 """Where clients put their keys and tokens: OpenAI's the first, Anthropic's the second."""
 
+FORWARDED_FOR_HEADER = "x-forwarded-for"
+"""Our own Envoy appends whom it was called by; what stands before that a client may have written itself."""
+
 # Dynamic metadata
 LB_NAMESPACE = "envoy.lb"
 """Holds DESTINATION_HEADER from us and SERVED_KEY from the gateway: the endpoint-picker protocol."""

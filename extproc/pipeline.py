@@ -19,6 +19,7 @@ from extproc.access.gate import gate_of
 from extproc.config.generations import Generation, Target
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights, Stage
+from extproc.guard import Guard
 from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
@@ -92,6 +93,7 @@ class Pipeline:
         # Global state: swapped by a reload
         self.generation = generation
         self.gate = gate_of(generation.config.access, None)
+        self.guard: Guard | None = None
         self.draining = False
         # What outlives generations
         self._fleet = fleet
@@ -207,6 +209,9 @@ class Pipeline:
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
         plan.request.tenant = flight.tenant
+        forbidden = None if self.guard is None or found is not None else self.guard.judge(plan.request)
+        if forbidden is not None:
+            return replace(forbidden, asked_model=plan.request.asked_model)
         if found is None and plan.target.pool.precise is not None and plan.request.prompt:
             return self._look_up(flight, headers, body, plain, plan)
         if found is not None:
@@ -256,9 +261,16 @@ class Pipeline:
         flight.caller, flight.claims = admitted, None
         return None
 
+    def _let_in(self, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
+        """Establish who asks, and that this client may ask now."""
+        guard = self.guard
+        if guard is None:
+            return self._admit(flight, headers)
+        return guard.before_access(flight, headers) or self._admit(flight, headers) or guard.after_access(flight)
+
     def _judge_headers(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
         """Refusals that need no look into the body. Who may not call learns nothing else."""
-        turned_away = self._admit(flight, headers)
+        turned_away = self._let_in(flight, headers)
         if turned_away is not None:
             return turned_away
         refusal = None if without_path(headers) else _judge_path(generation, headers)
@@ -356,9 +368,12 @@ class Pipeline:
         if api is None or api.model_in is not ModelIn.JSON:
             return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
         plan = make_plan(self.generation, self._stored, Incoming(api, {}, body, "", tenant=tenant))
-        if isinstance(plan, Refusal):
-            return {"error": plan.message, "status": plan.status, "reason": plan.reason}
-        return plan
+        if isinstance(plan, Plan):
+            forbidden = None if self.guard is None else self.guard.would_refuse(plan.request)
+            if forbidden is None:
+                return plan
+            plan = forbidden
+        return {"error": plan.message, "status": plan.status, "reason": plan.reason}
 
 
 _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)

@@ -14,7 +14,8 @@ from typing import Protocol
 from extproc.config.schema import Config
 from extproc.config.sections import callers
 from extproc.flight import Completion, Flight
-from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
+from policies.admission.buckets import Rate
+from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Tenants
 from policies.types import Reason, Refusal
 
 _REASONS = {

@@ -98,6 +98,8 @@ def _anthropic_error(refusal: Refusal) -> dict[str, object]:
 _CODES = {
     Reason.UNKNOWN_MODEL: "model_not_found",
     Reason.WRONG_CREDENTIALS: "invalid_api_key",
+    Reason.CLIENT_REQUESTS: "rate_limit_exceeded",
+    Reason.CLIENT_CONCURRENCY: "rate_limit_exceeded",
     Reason.QUOTA_REQUESTS: "rate_limit_exceeded",
     Reason.QUOTA_TOKENS: "rate_limit_exceeded",
     Reason.QUOTA_CONCURRENCY: "rate_limit_exceeded",

@@ -15,6 +15,7 @@ import msgspec
 
 from extproc.config.schema import Config, Pool
 from extproc.names import CREDENTIAL_HEADERS, RETRY_ON
+from extproc.request.bounds import Bounds
 from extproc.request.tokens import TokenRates
 from vllm_adapters.health import OURSELVES
 
@@ -49,6 +50,13 @@ class Generation:
             for name, model in (*((m, m) for m in pool.models), *pool.aliases.items()):
                 targets[name] = self._target(pool, model)
         return targets
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """Bounds on the shape of requests; None where the config sets none."""
+        limits = self.config.limits
+        bounds = Bounds(limits.json_nesting, limits.prompt_items, limits.prompt_tokens)
+        return None if bounds == Bounds() else bounds
 
     @cached_property
     def _rules(self) -> list[tuple[str, frozenset[tuple[str, str]], Target]]:

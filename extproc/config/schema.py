@@ -14,6 +14,7 @@ from extproc.config.policy_kinds import Policy
 from extproc.config.sections.callers import Access, Tenants
 from extproc.config.sections.endpoint_sources import Endpoints
 from extproc.config.sections.fields import LAST_PORT, Model, ModelName, Name, Positive, RuleHeader, refuse_twice
+from extproc.config.sections.guard import Guard
 from extproc.config.sections.listen import Listen
 from extproc.config.sections.observing import Admin, Observe
 from extproc.config.sections.prefix_index import PreciseIndex, PrefixIndex
@@ -115,6 +116,16 @@ class Limits(Model):
     tenants: Positive = Field(
         10_000, description="whose quotas' state is kept; above it the longest unseen is forgotten"
     )
+    clients: Positive = Field(
+        10_000, description="that `guard` remembers beside those with requests running; the longest unseen is forgotten"
+    )
+    json_nesting: Positive | None = Field(
+        None, description="of request bodies; none: as deep as our parser goes, a bit less than a thousand"
+    )
+    prompt_items: Positive | None = Field(
+        None, description="in any one list of a prompt: messages, tools, texts; token ids do not count"
+    )
+    prompt_tokens: Positive | None = Field(None, description="of a prompt, as estimated")
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 
@@ -127,6 +138,7 @@ class Config(Model):
     routing: Routing = Routing()
     access: Access = Access()
     tenants: Tenants | None = Field(None, description="needs `access`")
+    guard: Guard | None = Field(None, description="limits of each client, and what no prompt may hold")
     wire: Wire = Wire()
     timeouts: Timeouts = Timeouts()
     retries: Retries = Retries()
@@ -165,6 +177,14 @@ class Config(Model):
         for where, quota in (("default", self.tenants.default), *self.tenants.named.items()):
             if unknown := sorted(set(quota.pools or ()) - pools):
                 raise ValueError(f"tenants: {where} sees pool {unknown[0]!r}; there are: {sorted(pools)}")
+        return self
+
+    @model_validator(mode="after")
+    def _clients_can_be_told_apart(self) -> Self:
+        if self.guard is not None and self.guard.client != "address" and not self.access.guarded:
+            raise ValueError(
+                f"guard.client: {self.guard.client} needs `access`, or no request has one; use address without it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from extproc.control.local_replies import local_replies
 from extproc.control.routes import EXT_PROC, processing_mode, route_configuration
 from extproc.names import (
     CREDENTIAL_HEADERS,
+    FORWARDED_FOR_HEADER,
     JWT_NAMESPACE,
     LB_NAMESPACE,
     METADATA_NAMESPACE,
@@ -41,6 +42,7 @@ _FORWARDED = (
     "x-session-id",
     "x-request-id",
     "x-vllm-priority",
+    FORWARDED_FOR_HEADER,
 )
 _FORWARDED_PREFIXES = ("x-pointsman-", "x-gateway-")
 _HOLD = timedelta(seconds=600)

@@ -71,6 +71,13 @@ class Metrics:
         self._tenant_tokens = self._counter(
             "tenant_tokens", "Tokens charged to tenants; those not named are one", "tenant", "source"
         )
+        self._patterns_found = self._counter(
+            "guard_patterns", "Prompts in which a pattern of the guard was found", "pattern", "action"
+        )
+        self._searched_partly = self._counter("guard_searched_partly", "Prompts longer than what is searched of one")
+        self._unknown_clients = self._counter(
+            "guard_unknown_clients", "Requests not limited: nobody says whose they are"
+        )
         self._tokens = self._counter("usage_tokens", "Tokens as the engines report them", "pool", "kind")
 
     def _wire(self) -> None:
@@ -235,6 +242,25 @@ class Metrics:
     def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
         """A tenant's request was settled: by what its engine said, or by what was predicted of it."""
         self._child(self._tenant_tokens, tenant, "estimate" if estimated else "usage").inc(tokens)
+
+    def pattern_found(self, pattern: str, action: str) -> None:
+        """A prompt holds what a pattern of the guard describes."""
+        self._child(self._patterns_found, pattern, action).inc()
+
+    def patterns_in_force(self, patterns: Iterable[str]) -> None:
+        """Exactly these patterns are searched; drop the series of others."""
+        wanted = frozenset(patterns)
+        gone = [child for child in self._children if child[0] is self._patterns_found and child[1][0] not in wanted]
+        for child in gone:
+            self._forget(child)
+
+    def searched_partly(self) -> None:
+        """A prompt is longer than what the guard searches of one."""
+        self._searched_partly.inc()
+
+    def client_unknown(self) -> None:
+        """The guard did not limit a request, since nobody says whose it is."""
+        self._unknown_clients.inc()
 
     # -- wire
 

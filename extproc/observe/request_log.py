@@ -27,8 +27,8 @@ import re2
 import structlog
 
 from extproc.config.sections import observing
-from extproc.config.sections.observing import quiet_re2
 from extproc.flight import Completion, Flight, Note
+from policies.admission.patterns import quiet_re2
 from policies.types import InferenceRequest, Refusal
 
 log = structlog.get_logger(__name__)

@@ -17,6 +17,7 @@ import msgspec
 from extproc.request import multipart
 from extproc.request.apis import Api
 from extproc.request.blocks import block_hashes, block_tokens, seed_of
+from extproc.request.bounds import Bounds
 from extproc.request.splice import Splice, insert_field, locate
 from extproc.request.tokens import TokenRates, image_spans, prompt_tokens
 from policies.types import InferenceRequest, Kind, Reason, Refusal
@@ -90,8 +91,10 @@ class Parsed:
     set_model: _SetModel = field(default=_set_json_model, compare=False)
 
 
-def parse_body(api: Api, body: bytes, default_model: str | None = None) -> Parsed | Refusal:
-    """Read one JSON body. A Refusal (400) for what no engine could serve."""
+def parse_body(
+    api: Api, body: bytes, default_model: str | None = None, bounds: Bounds | None = None
+) -> Parsed | Refusal:
+    """Read one JSON body. A Refusal (400) for what no engine could serve, or what is beyond `bounds`."""
     if not body:
         return _no_body()
     if body.startswith(_BYTE_ORDER_MARKS):
@@ -105,6 +108,10 @@ def parse_body(api: Api, body: bytes, default_model: str | None = None) -> Parse
         return refuse(f"the body is not valid JSON: {error}", Reason.INVALID_JSON)
     except RecursionError:
         return refuse("the body is nested too deeply", Reason.INVALID_JSON)
+    if bounds is not None:
+        refusal = bounds.judge_body(body, (memoryview(getattr(fields, name)) for name in api.prompt))
+        if refusal is not None:
+            return refusal
     if not model:
         return no_model()
     if api.required and not any(getattr(fields, name) for name in api.required):

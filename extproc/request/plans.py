@@ -75,7 +75,9 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 
 def _from_json(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     default = generation.config.routing.default_model
-    return _from_body(generation, stored, incoming, lambda plain: parse_body(incoming.api, plain, default))
+    return _from_body(
+        generation, stored, incoming, lambda plain: parse_body(incoming.api, plain, default, generation.bounds)
+    )
 
 
 def _from_form(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
@@ -102,6 +104,9 @@ def _from_body(
     if target is None:
         return _unknown_model(parsed.model)
     request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    too_long = None if generation.bounds is None else generation.bounds.judge_tokens(request.input_tokens)
+    if too_long is not None:
+        return replace(too_long, asked_model=parsed.model)
     edits = model_edits(plain, parsed, target.model)
     own_id = None
     if parsed.stored is not None:

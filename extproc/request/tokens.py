@@ -49,10 +49,15 @@ def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int
     """Tokens of a prompt with its inline images."""
     if not images:
         return estimate_tokens(text, rates)
+    return estimate_tokens(without(text, images), rates) + len(images) * rates.tokens_per_image
+
+
+def without(text: bytes, spans: Sequence[Span]) -> bytes:
+    """The text with these parts left out."""
     kept = []
     position = 0
-    for start, end in images:
+    for start, end in spans:
         kept.append(text[position:start])
         position = end
     kept.append(text[position:])
-    return estimate_tokens(b"".join(kept), rates) + len(images) * rates.tokens_per_image
+    return b"".join(kept)

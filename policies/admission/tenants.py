@@ -9,8 +9,7 @@ once, whatever becomes of its request:
 - abandoned by the client: as answered, for the engine has worked.
 
 A tenant has what is his and nothing of another's; `spare` is a bucket of its own that those who are allowed to may
-take from when theirs is empty. Rejected: a sliding window of past requests. It needs memory for each of them, and tells
-nobody when to come again; a bucket knows both in two numbers.
+take from when theirs is empty.
 
 Who the tenant is, is decided elsewhere (extproc/access). State is kept for as many tenants as `most_tenants` allows. Of
 those longest unseen one is forgotten who owes nothing, whose account tells no more than a new one; those named in the
@@ -19,12 +18,13 @@ config and those with requests running are not forgotten at all.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+
+from policies.admission.buckets import Bucket, Mean, Rate
 
 
 class Quota(StrEnum):
@@ -34,14 +34,6 @@ class Quota(StrEnum):
     TOKENS = "tokens"
     CONCURRENCY = "concurrency"
     BUDGET = "budget"
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """So much per second on average, and so much at once."""
-
-    per_s: float
-    burst: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,64 +59,17 @@ class OverQuota:
     retry_after_s: float
 
 
-class _Bucket:
-    """Fills at a rate up to its burst; may be in debt."""
-
-    __slots__ = ("_at_s", "_level", "rate")
-
-    def __init__(self, rate: Rate, now_s: float) -> None:
-        self.rate = rate
-        self._level = rate.burst
-        self._at_s = now_s
-
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """How long until it holds so much; more than it can ever hold is let out of a full one."""
-        missing = min(amount, self.rate.burst) - self.level(now_s)
-        if missing <= _ROUNDING * self.rate.burst:
-            return 0.0
-        return missing / self.rate.per_s if self.rate.per_s else math.inf
-
-    def take(self, amount: float, now_s: float) -> None:
-        """Take so much, or give back a negative amount."""
-        self._level = min(self.level(now_s) - amount, self.rate.burst)
-
-    def is_full(self, now_s: float) -> bool:
-        """It holds all it can."""
-        return self.level(now_s) >= self.rate.burst
-
-    def level(self, now_s: float) -> float:
-        """What it holds. It fills on from now where the clock was set back, and not only once the old time has come."""
-        self._level = min(self._level + max(now_s - self._at_s, 0.0) * self.rate.per_s, self.rate.burst)
-        self._at_s = now_s
-        return self._level
-
-
-_ROUNDING = 1e-9
-
-
-class _Mean:
-    """The mean of the last ten or so."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 1.0
-
-    def saw(self, value: float) -> None:
-        self.value += 0.1 * (value - self.value)
-
-
 @dataclass(slots=True)
 class _Account:
     """One tenant's state. `spent` in the budget's present period."""
 
     spec: QuotaSpec
-    requests: _Bucket | None = None
-    tokens: _Bucket | None = None
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
     running: int = 0
     period: int = 0
     spent: float = 0.0
-    duration_s: _Mean = field(default_factory=_Mean)
+    duration_s: Mean = field(default_factory=Mean)
 
     def owes_nothing(self, now_s: float) -> bool:
         """Its buckets are full and its budget is untouched: a new account would be the same."""
@@ -172,7 +117,7 @@ class Tenants:
         self._specs = specs
         self._default = default
         self._spare_rate = spare
-        self._spare: _Bucket | None = None
+        self._spare: Bucket | None = None
         self._most_tenants = most_tenants
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
@@ -260,7 +205,7 @@ class Tenants:
         if not account.spec.may_borrow or self._spare_rate is None:
             return False
         if self._spare is None:
-            self._spare = _Bucket(self._spare_rate, now_s)
+            self._spare = Bucket(self._spare_rate, now_s)
         return not self._spare.wait_s(tokens, now_s)
 
     def _take_tokens(self, charge: Charge, tokens: float, now_s: float) -> None:
@@ -317,10 +262,10 @@ class Tenants:
         account.spec = spec
 
 
-def _left(bucket: _Bucket | None, now_s: float) -> float | None:
+def _left(bucket: Bucket | None, now_s: float) -> float | None:
     """What a bucket holds; less than nothing if it is in debt."""
     return None if bucket is None else round(bucket.level(now_s), 3)
 
 
-def _bucket(rate: Rate | None, now_s: float) -> _Bucket | None:
-    return None if rate is None else _Bucket(rate, now_s)
+def _bucket(rate: Rate | None, now_s: float) -> Bucket | None:
+    return None if rate is None else Bucket(rate, now_s)

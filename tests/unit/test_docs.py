@@ -36,6 +36,7 @@ _TOLD_AT = {
     "tenants.named": "tenants.default",
     "tenants.spare": "tenants.default.requests",
     "tenants.default.tokens": "tenants.default.requests",
+    "guard.requests": "tenants.default.requests",
 }
 """Sections that are like another, and told there."""
 
@@ -172,7 +173,7 @@ def _families() -> list[Metric]:
     metrics = Metrics()
     state = FleetState(stale_after_s=1, max_endpoints=1)
     streams = ("ext_proc_streams_opened_total", "ext_proc_streams_ended_total", "ext_proc_streams_open",
-               "requests_unsettled", "prefill_rates_misread_total")  # fmt: skip
+               "requests_unsettled", "prefill_rates_misread_total", "guard_clients_forgotten_total")  # fmt: skip
     metrics.observe_state(state, lambda: dict.fromkeys(streams, 0.0), lambda: 0.0)
     return list(metrics.registry.collect())
 

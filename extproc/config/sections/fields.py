@@ -9,7 +9,10 @@ import re
 from ipaddress import ip_address
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+import re2
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from policies.admission.patterns import quiet_re2
 
 LAST_PORT = 65_535
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[0-9.]+):([0-9]{1,5})")
@@ -72,6 +75,21 @@ def refuse_twice(what: str, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{what} given more than once: {', '.join(twice)}")
+
+
+def check_pattern(value: str) -> str:
+    """`value`, if RE2 understands it. Raises ValueError saying why not."""
+    try:
+        re2.compile(value, quiet_re2())
+    except re2.error as error:
+        said = error.args[0]
+        why = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+        raise ValueError(f"no regular expression that RE2 understands: {why}") from None
+    return value
+
+
+Pattern = Annotated[str, AfterValidator(check_pattern)]
+"""A regular expression that RE2 understands."""
 
 
 class Model(BaseModel):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import re2
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import Field, field_validator
 
-from extproc.config.sections.fields import Model, Name, Positive, check_address
+from extproc.config.sections.fields import Model, Name, Pattern, Positive, check_address
 
 
 class Log(Model):
@@ -16,27 +15,6 @@ class Log(Model):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = Field("auto", description="auto: console on a terminal, else json")
-
-
-def check_pattern(value: str) -> str:
-    """`value`, if RE2 understands it. Raises ValueError saying why not."""
-    try:
-        re2.compile(value, quiet_re2())
-    except re2.error as error:
-        said = error.args[0]
-        why = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
-        raise ValueError(f"no regular expression that RE2 understands: {why}") from None
-    return value
-
-
-def quiet_re2() -> re2.Options:
-    """Options under which RE2 does not write to standard error what it raises as well."""
-    options = re2.Options()
-    options.log_errors = False
-    return options
-
-
-Pattern = Annotated[str, AfterValidator(check_pattern)]
 
 
 class RequestLog(Model):

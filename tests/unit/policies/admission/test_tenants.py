@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Rate, Tenants
+from policies.admission.buckets import Rate
+from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Tenants
 
 FREE = QuotaSpec()
 
