@@ -145,6 +145,8 @@ class InferenceRequest:
     `subset`: the only addresses allowed, as `IP:port` or `IP`; None allows all.
     `tenant`: who asks, from a source that the config trusts; None where it trusts none.
     `precise`: what the engines hold of it, where that was asked and is known; `without`: why not, where it is not.
+    `class_name`: of the pool's queue, None where it has none; `priority`: within it, lower goes sooner. `slo_ttft_s`:
+    how soon the client wants its first token.
     """
 
     kind: Kind
@@ -163,6 +165,9 @@ class InferenceRequest:
     tenant: str | None = None
     precise: Precise | None = None
     without: tuple[Fallback, ...] = ()
+    class_name: str | None = None
+    priority: int = 0
+    slo_ttft_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -186,7 +191,8 @@ class Decision:
     than full knowledge it was made.
     `matched_tokens` is aligned with `ranking.candidates`. `filtered` names, per filter, the addresses it removed.
     `slot_addresses[slot]` names every slot as it was then: a slot may belong to another address by the time it is read.
-    `precise`: matches are what the engines report; else our own book-keeping's.
+    `precise`: matches are what the engines report; else our own book-keeping's. `waited_s`: how long it was held before
+    that; `detour_s`: what its place costs more than the one it would have chosen, had that had room.
     """
 
     pool: str
@@ -201,6 +207,8 @@ class Decision:
     slot_addresses: tuple[str | None, ...]
     fallbacks: tuple[Fallback, ...] = ()
     precise: bool = False
+    waited_s: float = 0.0
+    detour_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +229,10 @@ class Reservation:
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
-    `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet. The
-    index's: `blocks` are pinned for it, in that `stay`; the first `idle_blocks` of them were there before, and not just
-    by word of another request under way. `promise`: what it promised, where that is to be compared.
+    `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet.
+    `class_name`: counts as one of this class, with `claimed_tokens` of the KV cache. The index's: `blocks` are pinned
+    for it, in that `stay`; the first `idle_blocks` of them were there before, and not just by word of another request
+    under way. `promise`: what it promised, where that is to be compared.
     """
 
     slot: int
@@ -234,6 +243,8 @@ class Reservation:
     backlog: float = 0.0
     pending: bool = False
     crowded: bool = False
+    class_name: str | None = None
+    claimed_tokens: float = 0.0
     blocks: Sequence[int] = ()
     stay: int = 0
     idle_blocks: int = 0

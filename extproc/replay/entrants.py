@@ -1,7 +1,8 @@
 """Who takes part in a comparison: presets by name and files with a policy section, each with an index of its own.
 
-Written `NAME[@INDEX]`: without INDEX the policy's own size of prefix index; `engine` for exactly the engine's KV cache;
-`exact` for what the engines really hold; a number of tokens otherwise.
+Written `NAME[@INDEX][+HELD]`: without INDEX the policy's own size of prefix index; `engine` for exactly the engine's KV
+cache; `exact` for what the engines really hold; a number of tokens otherwise. HELD: `late` for late binding where no
+endpoint has room, `queue` for a queue alone; without it nothing is held.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.pool_policies import build, presets
 from extproc.config.third_party import spec_of
 from extproc.config.yaml_text import BadYaml, parse_yaml
+from policies.admission.binding import BindingSpec
 from policies.placement.policy import PolicySpec
 
 
@@ -31,15 +33,18 @@ class NoSuchPolicy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A policy in a comparison. `exact`: it is told what the engines really hold."""
+    """A policy in a comparison. `exact`: it is told what the engines really hold. `binding`: how it holds requests."""
 
     name: str
     spec: PolicySpec
     exact: bool = False
+    binding: BindingSpec | None = None
 
     def described(self) -> dict[str, Any]:
         """Everything that decides how it places, as plain data; our own code is `code_version`'s business."""
         described = {"kind": type(self.spec).__name__, **asdict(self.spec), "exact": self.exact}
+        if self.binding is not None:
+            described["binding"] = asdict(self.binding)
         foreign = _foreign_code(type(self.spec))
         return {**described, "source": foreign} if foreign else described
 
@@ -80,7 +85,18 @@ def entrants(names: Iterable[str], *, right_sized: bool = False) -> list[Entrant
     return found
 
 
+_HELD = {"late": BindingSpec(), "queue": BindingSpec(late=False)}
+
+
 def _entrant(written: str) -> Entrant:
+    name, plus, held = written.rpartition("+")
+    if not plus or held not in _HELD:
+        return _unheld(written)
+    entrant = _unheld(name)
+    return replace(entrant, name=f"{entrant.name}+{held}", binding=_HELD[held])
+
+
+def _unheld(written: str) -> Entrant:
     name, _, index = written.partition("@")
     spec = _spec(name)
     shown = Path(name).stem if _is_file(name) else name

@@ -162,7 +162,15 @@ def work(cell: Cell, trace: Trace, bounds: Bounds) -> Result:
 
 def _replayed(cell: Cell, trace: Trace) -> Run:
     one = cell.entrant
-    replay = partial(Replay, spec=one.spec, fleet=cell.fleet, seed=cell.seed, exact=one.exact, policy=one.name)
+    replay = partial(
+        Replay,
+        spec=one.spec,
+        fleet=cell.fleet,
+        seed=cell.seed,
+        exact=one.exact,
+        policy=one.name,
+        binding=one.binding,
+    )
     if cell.in_flight is not None:
         return replay(trace, in_flight=cell.in_flight).run()
     paced = trace.at_rate(cell.rate, cell.seed)

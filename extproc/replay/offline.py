@@ -19,6 +19,8 @@ from typing import Literal
 from extproc.replay.engine_index import EngineIndex
 from extproc.replay.quiet_engine import QuietEngine
 from extproc.replay.traces import Trace, TraceRequest
+from policies.admission.binding import Binder, BindingSpec, WaitingRequest
+from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.ledger import Ledger
@@ -26,7 +28,7 @@ from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import PolicySpec
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import HARDWARE as PROFILES
-from policies.types import InferenceRequest, Kind, Reservation
+from policies.types import Decision, InferenceRequest, Kind, Reservation
 from vllm_adapters.simulator.engine import MAX_BATCHED_TOKENS, MAX_NUM_SEQS, Running, Step
 from vllm_adapters.simulator.hardware import H100_8B, HARDWARE
 
@@ -78,10 +80,12 @@ class Fleet:
 class Outcome:
     """What became of one request; times are the virtual clock's, negative while they are not known.
 
-    `cached_tokens`: of its prompt, found by the engine; `predicted_tokens`: promised by the router's index.
+    `placed_s`: when an engine got it, later than it arrived if it was held. `cached_tokens`: of its prompt, found by
+    the engine; `predicted_tokens`: promised by the router's index.
     """
 
     arrived_s: float = -1.0
+    placed_s: float = -1.0
     first_token_s: float = -1.0
     ended_s: float = -1.0
     engine: int = -1
@@ -118,6 +122,18 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Held(WaitingRequest):
+    """A request that waits to be placed, by its number in the trace."""
+
+    number: int
+
+
+_ENDLESS = QueueSpec((ClassSpec("all", places=2**62, max_wait_s=float("inf")),), max_bytes=2**62)
+_BIND_S = 0.05
+"""Who waits is looked at again so often: work is done where nobody sees it."""
+
+
 class _Node:
     """One engine and what the replay knows of it."""
 
@@ -137,7 +153,7 @@ class Replay:
     """One trace, one policy, one fleet. `in_flight`: keep so many requests under way instead of following arrivals.
 
     `exact`: the policy is told what the engines really hold. `sample_s`: look at the fleet this often.
-    `policy`: its name, for messages.
+    `policy`: its name, for messages. `binding`: how requests are held that find no room; without it none are.
     """
 
     def __init__(
@@ -151,6 +167,7 @@ class Replay:
         exact: bool = False,
         sample_s: float | None = None,
         policy: str = "replay",
+        binding: BindingSpec | None = None,
     ) -> None:
         self._trace = trace.fitted(fleet.capacity_tokens)
         self._fleet = fleet
@@ -170,6 +187,7 @@ class Replay:
             Ledger(PROFILES[fleet.hardware]),
             filters=spec.filters,
         )
+        self._binder = None if binding is None else Binder(self._placement, Queue[_Held](_ENDLESS), binding)
         self._nodes = [self._node(number) for number in range(fleet.engines)]
         self._set_members()
         requests = self._trace.requests
@@ -254,14 +272,43 @@ class Replay:
             outcome.arrived_s = self._now_s
         request = self._trace.requests[number]
         asked = _as_asked(request, self._trace.block_tokens)
-        placement = self._placement
         if self._exact is not None:
             self._exact.ask(request)
-        decision = placement.choose(asked, self._state, self._now_s, self._rng, length=1)
+        if self._binder is not None:
+            decision = self._binder.at_once(asked, self._state, self._now_s, self._rng, length=1)
+            if decision is None:
+                self._hold(self._binder, number, asked)
+                return
+        else:
+            decision = self._placement.choose(asked, self._state, self._now_s, self._rng, length=1)
         if isinstance(decision, Unplaceable):
             self._held.append(number)
             return
-        outcome.reservation = placement.commit(decision, asked, self._state, self._now_s)
+        self._place(number, asked, decision)
+
+    def _hold(self, binder: Binder[_Held], number: int, asked: InferenceRequest) -> None:
+        if not len(binder.queue):
+            self._at(self._now_s + _BIND_S, self._bind_again)
+        binder.queue.offer(_Held("all", "", asked.input_tokens, request=asked, number=number), self._now_s)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Whoever can go now, goes."""
+        binder = self._binder
+        while binder is not None and (bound := binder.next(self._state, self._now_s, self._rng, length=1)) is not None:
+            binder.queue.take(bound.ticket, self._now_s)
+            self._place(bound.ticket.number, bound.ticket.request, bound.decision)
+            binder.went(bound.ticket)
+
+    def _bind_again(self) -> None:
+        self._bind()
+        if self._binder is not None and len(self._binder.queue):
+            self._at(self._now_s + _BIND_S, self._bind_again)
+
+    def _place(self, number: int, asked: InferenceRequest, decision: Decision) -> None:
+        outcome, request = self._outcomes[number], self._trace.requests[number]
+        outcome.reservation = self._placement.commit(decision, asked, self._state, self._now_s)
+        outcome.placed_s = self._now_s
         outcome.predicted_tokens = decision.chosen_matched_tokens
         outcome.engine = decision.order[0]
         node = self._nodes[outcome.engine]
@@ -284,6 +331,7 @@ class Replay:
         self._tell_first_token(outcome)
         self._give_back(outcome)
         self._placement.ledger.answered(request.output_tokens)
+        self._bind()
         for follower in self._followers.get(number, ()):
             self._at(self._now_s + self._trace.requests[follower].think_s, self._arrive, follower)
         if self._in_flight is not None:
@@ -291,7 +339,7 @@ class Replay:
 
     def _tell_first_token(self, outcome: Outcome) -> None:
         if self._fleet.first_tokens == "timed" and outcome.reservation is not None:
-            self._placement.ledger.timed(outcome.reservation, outcome.first_token_s - outcome.arrived_s)
+            self._placement.ledger.timed(outcome.reservation, outcome.first_token_s - outcome.placed_s)
 
     def _give_back(self, outcome: Outcome) -> None:
         reservation, outcome.reservation = outcome.reservation, None
@@ -357,6 +405,8 @@ class Replay:
                 outcome.first_token_s = self._now_s
             if self._fleet.first_tokens == "seen" and outcome.reservation is not None:
                 self._placement.first_token(outcome.reservation, self._now_s)
+        if step.first_tokens and self._fleet.first_tokens == "seen":
+            self._bind()
         for number in step.finished:
             self._end(number)  # type: ignore[arg-type] # as above
 

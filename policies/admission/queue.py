@@ -24,7 +24,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Generic, Literal, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class ClassSpec:
     """One class of requests.
 
     `weight`: its share of the turns beside others that wait. `places`: requests that may wait. `max_wait_s`: then they
-    are answered with an error. `overflow`: the class that takes what finds no place here.
+    are answered with an error. `overflow`: the class that takes what finds no place here. `endpoint_requests`,
+    `endpoint_kv_share`: what its requests may have of one endpoint at once (room.py).
     """
 
     name: str
@@ -40,6 +41,13 @@ class ClassSpec:
     places: int = 1_000
     max_wait_s: float = 30.0
     overflow: str | None = None
+    endpoint_requests: float = math.inf
+    endpoint_kv_share: float = 1.0
+
+    @property
+    def limited(self) -> bool:
+        """It may not have all of an endpoint."""
+        return self.endpoint_requests < math.inf or self.endpoint_kv_share < 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,10 @@ class QueueSpec:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request that waits. `tokens`: what it is predicted to cost. `payload`: whose it is, none of our business.
+    """One request that waits. `tokens`: what it is predicted to cost.
 
-    `priority`: lower goes sooner. `deadline_s`: when its first token should come, if somebody said so.
+    `priority`: lower goes sooner. `deadline_s`: when its first token should come, if somebody said so. `most_wait_s`:
+    its caller waits no longer, whatever its class may.
     """
 
     class_name: str
@@ -85,10 +94,14 @@ class Ticket:
     held_bytes: int = 0
     priority: int = 0
     deadline_s: float = math.inf
-    payload: Any = None
+    most_wait_s: float = math.inf
     since_s: float = field(default=0.0, init=False)
     expires_s: float = field(default=math.inf, init=False)
+    wait_s: float = field(default=math.inf, init=False)
     rank: tuple[float, int] = field(default=(0.0, 0), init=False)
+
+
+_T = TypeVar("_T", bound=Ticket)
 
 
 class _Clocks:
@@ -119,19 +132,21 @@ class _Clocks:
         self._at = {name: at for at, name in owing[-self._most_idle // 2 :]}
 
 
-class _Line:
+class _Line(Generic[_T]):
     """The requests of one class."""
 
-    __slots__ = ("arrivals", "clocks", "passed_over", "spec", "tenants")
+    __slots__ = ("arrivals", "by_wait", "clocks", "passed_over", "spec", "tenants")
 
     def __init__(self, spec: ClassSpec, most_idle: int) -> None:
         self.spec = spec
         self.clocks = _Clocks(most_idle)
-        self.tenants: dict[str, list[Ticket]] = {}  # each by rank
-        self.arrivals: dict[Ticket, None] = {}  # by arrival
+        self.tenants: dict[str, list[_T]] = {}  # each by rank
+        self.arrivals: dict[_T, None] = {}
+        # by arrival as well, those that may wait equally long together: of these the first is the first to go
+        self.by_wait: dict[float, dict[_T, None]] = {}
         self.passed_over = 0
 
-    def in_order(self) -> Iterator[Ticket]:
+    def in_order(self) -> Iterator[_T]:
         """The requests in the order in which they would go."""
         heads = [(self.clocks.at(tenant), tenant, 0) for tenant in self.tenants]
         heapq.heapify(heads)
@@ -143,12 +158,24 @@ class _Line:
             if position + 1 < len(tickets):
                 heapq.heappush(heads, (at + ticket.tokens, tenant, position + 1))
 
-    def add(self, ticket: Ticket) -> None:
+    def overdue(self, now_s: float) -> _T | None:
+        for waiting in self.by_wait.values():
+            first = next(iter(waiting))
+            if first.expires_s <= now_s:
+                return first
+        return None
+
+    def add(self, ticket: _T) -> None:
         insort(self.tenants.setdefault(ticket.tenant, []), ticket, key=_rank)
         self.arrivals[ticket] = None
+        self.by_wait.setdefault(ticket.wait_s, {})[ticket] = None
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: _T) -> None:
         del self.arrivals[ticket]
+        waiting = self.by_wait[ticket.wait_s]
+        del waiting[ticket]
+        if not waiting:
+            del self.by_wait[ticket.wait_s]
         tickets = self.tenants[ticket.tenant]
         del tickets[bisect_left(tickets, ticket.rank, key=_rank)]
         if not tickets:
@@ -159,17 +186,36 @@ def _rank(ticket: Ticket) -> tuple[float, int]:
     return ticket.rank
 
 
-class Queue:
+class Queue(Generic[_T]):
     """The waiting requests of one pool. Every call takes the time it happens at, in seconds of one clock."""
 
     def __init__(self, spec: QueueSpec) -> None:
-        self.spec = spec
         self.held_bytes = 0
         self._count = 0
-        self._lines = {one.name: _Line(one, spec.most_idle_tenants) for one in spec.classes}
-        self._shares = spec.shares()
+        self._lines: dict[str, _Line[_T]] = {}
         self._clocks = _Clocks(len(spec.classes))
         self._pace = _Pace()
+        self.configure(spec)
+
+    def configure(self, spec: QueueSpec) -> None:
+        """Use new limits and weights. Who waits in a class that there is no more waits in the first from now on."""
+        self.spec = spec
+        self._shares = spec.shares()
+        old, self._lines = self._lines, {}
+        for one in spec.classes:
+            line = old.pop(one.name) if one.name in old else _Line(one, spec.most_idle_tenants)
+            line.spec = one
+            self._lines[one.name] = line
+        first = self._lines[spec.classes[0].name]
+        for line in old.values():
+            for ticket in line.arrivals:
+                ticket.class_name = first.spec.name
+                first.add(ticket)
+
+    def class_of(self, name: str | None) -> ClassSpec:
+        """The class of that name; the first one for a name that there is no (more), and for none."""
+        line = self._lines.get(name or "")
+        return self.spec.classes[0] if line is None else line.spec
 
     def __len__(self) -> int:
         return sum(len(line.arrivals) for line in self._lines.values())
@@ -180,8 +226,11 @@ class Queue:
 
     # -- coming and going
 
-    def offer(self, ticket: Ticket, now_s: float) -> bool:
-        """Let a request wait, in its class or the first it overflows into that has a place; False if none has."""
+    def offer(self, ticket: _T, now_s: float, since_s: float | None = None) -> bool:
+        """Let a request wait, in its class or the first it overflows into that has a place; False if none has.
+
+        `since_s`: it came then, and waits again.
+        """
         line = self._with_room(ticket)
         if line is None:
             return False
@@ -189,13 +238,15 @@ class Queue:
             line.passed_over = 0
         self._count += 1
         ticket.class_name = line.spec.name
-        ticket.since_s, ticket.expires_s = now_s, now_s + line.spec.max_wait_s
+        ticket.since_s = now_s if since_s is None else since_s
+        ticket.wait_s = min(line.spec.max_wait_s, ticket.most_wait_s)
+        ticket.expires_s = ticket.since_s + ticket.wait_s
         ticket.rank = (self._due_s(ticket) + ticket.priority * self.spec.ageing_s, self._count)
         line.add(ticket)
         self.held_bytes += ticket.held_bytes
         return True
 
-    def _with_room(self, ticket: Ticket) -> _Line | None:
+    def _with_room(self, ticket: _T) -> _Line[_T] | None:
         if self.held_bytes + ticket.held_bytes > self.spec.max_bytes:
             return None
         name: str | None = ticket.class_name
@@ -208,12 +259,12 @@ class Queue:
             name = line.spec.overflow
         return None
 
-    def _due_s(self, ticket: Ticket) -> float:
+    def _due_s(self, ticket: _T) -> float:
         if self.spec.order == "arrival":
             return ticket.since_s
         return min(ticket.deadline_s, ticket.expires_s)
 
-    def take(self, ticket: Ticket, now_s: float) -> None:
+    def take(self, ticket: _T, now_s: float) -> None:
         """This request goes: its class and its tenant have had a turn."""
         line = self._lines[ticket.class_name]
         self._clocks.turn(ticket.class_name, 1.0 / self._shares[ticket.class_name], self._waiting_classes())
@@ -223,29 +274,36 @@ class Queue:
         self.drop(ticket)
         self._pace.departed(now_s)
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: _T) -> None:
         """This request waits no more: its client has gone."""
         self._lines[ticket.class_name].remove(ticket)
         self.held_bytes -= ticket.held_bytes
 
-    def expire(self, now_s: float) -> list[Ticket]:
+    def expire(self, now_s: float) -> list[_T]:
         """Remove and return those that have waited for as long as they may."""
-        gone: list[Ticket] = []
+        gone: list[_T] = []
         for line in self._lines.values():
-            while line.arrivals and (first := next(iter(line.arrivals))).expires_s <= now_s:
+            while (first := line.overdue(now_s)) is not None:
                 self.drop(first)
                 gone.append(first)
         return gone
 
+    def clear(self) -> list[_T]:
+        """Remove and return everybody."""
+        everybody = [ticket for line in self._lines.values() for ticket in line.arrivals]
+        for ticket in everybody:
+            self.drop(ticket)
+        return everybody
+
     # -- the order
 
-    def window(self, most: int) -> list[Ticket]:
+    def window(self, most: int) -> list[_T]:
         """The next requests in the order in which they would go if all of them could."""
         lines = {name: line.in_order() for name, line in self._lines.items() if line.arrivals}
         left = {name: len(self._lines[name].arrivals) for name in lines}
         at = {name: self._clocks.at(name) for name in lines}
         passed_over = {name: self._lines[name].passed_over for name in lines}
-        chosen: list[Ticket] = []
+        chosen: list[_T] = []
         while left and len(chosen) < most:
             name = self._next_class(at, passed_over)
             chosen.append(next(lines[name]))

@@ -22,8 +22,9 @@ Formula and constants were found by simulation on public traces; docs/benchmarks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -31,7 +32,7 @@ from annotated_types import Ge, Gt, Le
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
 from policies.placement.view import View
-from policies.types import Decision, Floats, Mask, Ranking
+from policies.types import Decision, Floats, InferenceRequest, Mask, Ranking
 
 _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -62,6 +63,19 @@ class MarginalCostSpec(PolicySpec):
         return MarginalCost(self, name)
 
 
+Each: TypeAlias = float | Floats
+"""A figure of one request; or of w requests, shape (w, 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asks:
+    """What is asked for: by one request, of shape (n,), or by w at once, of shape (w, n)."""
+
+    prompt_tokens: Each
+    answer_tokens: Each
+    matched_tokens: Floats
+
+
 class MarginalCost:
     """The policy. It keeps nothing: index and ledger are the pool's."""
 
@@ -71,25 +85,36 @@ class MarginalCost:
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
-        parts = self.terms(view)
-        cost: Floats = parts["own"] + parts["stall"] + parts["decode"] + parts["eviction"] + parts["overflow"]
-        holders = _cheapest_holders(view, cost)
-        if holders is not None:
-            parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
-            cost += parts["band"]
+        request = view.request
+        asks = _Asks(request.input_tokens, view.ledger.answer_tokens(request), view.matched_tokens)
+        cost, parts = self._cost(view, asks)
         scores = -cost
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
+
+    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> Floats:
+        """What each of w requests would cost at each candidate, in seconds, shape (w, n); `matched_tokens` likewise."""
+        prompts = np.array([[request.input_tokens] for request in requests], np.float64)
+        answers = np.array([[view.ledger.answer_tokens(request)] for request in requests], np.float64)
+        return self._cost(view, _Asks(prompts, answers, matched_tokens))[0]
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
 
-    def terms(self, view: View) -> dict[str, Floats]:
-        """Each term in seconds, shape (n,)."""
+    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, dict[str, Floats]]:
+        """The sum and its terms, in seconds, of the shape of `asks.matched_tokens`."""
+        parts = self._terms(view, asks)
+        cost: Floats = parts["own"] + parts["stall"] + parts["decode"] + parts["eviction"] + parts["overflow"]
+        holders = _cheapest_holders(view, asks, cost)
+        if holders is not None:
+            parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
+            cost += parts["band"]
+        return cost, parts
+
+    def _terms(self, view: View, asks: _Asks) -> dict[str, Floats]:
         spec, ledger, slots = self._spec, view.ledger, view.slots
         profile = ledger.profile
-        prompt = view.request.input_tokens
-        answer = ledger.answer_tokens(view.request)
-        uncached = np.maximum(prompt - view.matched_tokens, 0.0)
+        prompt, answer = asks.prompt_tokens, asks.answer_tokens
+        uncached = np.maximum(prompt - asks.matched_tokens, 0.0)
         rate = ledger.rate(slots)
         prefill_s = profile.work(prompt, uncached) / rate
         running, held = _others(view)
@@ -104,7 +129,7 @@ class MarginalCost:
     def _eviction(self, view: View, uncached: Floats, rate: Floats) -> Floats:
         evicts = uncached > view.index.room_tokens(view.slots)
         if not evicts.any():
-            return np.zeros(len(evicts))
+            return np.zeros_like(uncached)
         # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
         since_s = view.index.oldest_at_s(view.slots)
         idle_s = np.where(np.isinf(since_s), np.inf, view.now_s - since_s)
@@ -112,7 +137,7 @@ class MarginalCost:
         lost: Floats = np.where(evicts, self._spec.eviction_weight * uncached / rate * fade, 0.0)
         return lost
 
-    def _overflow(self, view: View, tokens: float, answer: float, running: Floats, held: Floats) -> Floats:
+    def _overflow(self, view: View, tokens: Each, answer: Each, running: Floats, held: Floats) -> Floats:
         """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
         capacity = view.kv_capacity
         most = view.ledger.profile.max_num_seqs
@@ -136,17 +161,18 @@ def _others(view: View) -> tuple[Floats, Floats]:
     return running + foreign, held + each * foreign
 
 
-def _cheapest_holders(view: View, cost: Floats) -> Mask | None:
+def _cheapest_holders(view: View, asks: _Asks, cost: Floats) -> Mask | None:
     """Which endpoint is the cheapest of those that hold most of the prompt (several, if level); None if none does.
 
     Not one that has far more to do than others: it holds what everybody asks for, and others must come to hold it too.
     """
-    matched = view.matched_tokens
-    most = matched.max()
-    if most <= _HELD_SHARE * view.request.input_tokens:
+    matched = asks.matched_tokens
+    most = matched.max(axis=-1, keepdims=True)
+    held = most > _HELD_SHARE * asks.prompt_tokens
+    if not held.any():
         return None
     of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
     load = view.in_flight
-    level = of_holders <= of_holders.min() + _LEVEL_S
+    level = held & (of_holders <= of_holders.min(axis=-1, keepdims=True) + _LEVEL_S)
     banded: Mask = level & (load <= _SPILL_FACTOR * (load.sum() / len(load)) + _SPILL_REQUESTS)
     return banded

@@ -14,14 +14,15 @@ from random import Random
 
 import numpy as np
 
+from policies.admission.class_use import ClassUse
 from policies.fleet_state import FleetState
 from policies.placement.calibration import Calibration
-from policies.placement.filters import FILTERS, Filter, exceeds_context
+from policies.placement.filters import FILTERS, Filter, exceeds_context, ready
 from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
-from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Reservation, Slots
+from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Mask, Reservation, Slots
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
@@ -51,6 +52,7 @@ class Placement:
         self.index = index
         self.ledger = ledger or Ledger()
         self.calibration = Calibration(index)
+        self.class_use = ClassUse()
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
         self._own_blocks = count(-1, -1)  # no hash is negative
@@ -82,16 +84,41 @@ class Placement:
         self.ledger.forget(slot)
         self.calibration.forget(slot)
 
+    def view(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
+        """The pool's endpoints as they are for this request, before any filter."""
+        matched = self.matched(request, self.members, state)
+        return View(request, state, self.members, matched, now_s, rng, self.index, self.ledger)
+
+    def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
+        """Those of the pool's endpoints that may take traffic, whatever a request asks for."""
+        unmatched = np.zeros(len(self.members))
+        view = View(request, state, self.members, unmatched, now_s, rng, self.index, self.ledger)
+        return view.take(ready(view))
+
     def choose(
-        self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random, *, length: int = 3
+        self,
+        request: InferenceRequest,
+        state: FleetState,
+        now_s: float,
+        rng: Random,
+        *,
+        length: int = 3,
+        room: Mask | None = None,
     ) -> Decision | Unplaceable:
-        """Up to `length` endpoints, best first. Reads only. Raises BadScore where the policy's scores are none."""
-        members = self.members
-        matched = self._matched(request, members, state)
-        view, filtered = self._filter(View(request, state, members, matched, now_s, rng, self.index, self.ledger))
+        """Up to `length` endpoints, best first. Reads only. Raises BadScore where the policy's scores are none.
+
+        `room`: by slot, who may be first; the others only follow, for retries.
+        """
+        view, filtered = self.filter(self.view(request, state, now_s, rng))
+        crowded = None
+        if room is not None:
+            view, crowded = view.take(room[view.slots]), view.take(~room[view.slots])
+            filtered = (*filtered, *_named("room", crowded))
         if not len(view.slots):
             return Unplaceable(filtered)
         ranking = self.policy.rank(view, length)
+        if crowded is not None and len(crowded.slots) and len(ranking.order) < length:
+            ranking.order = [*ranking.order, *self.policy.rank(crowded, length - len(ranking.order)).order]
         first = int(view.slots.searchsorted(ranking.order[0]))
         addresses = state.addresses
         if not isfinite(ranking.scores[first]):
@@ -112,8 +139,8 @@ class Placement:
             precise=request.precise is not None,
         )
 
-    def _matched(self, request: InferenceRequest, slots: Slots, state: FleetState) -> Floats:
-        """What each of `slots` holds of the prompt: what the engines report, where that is known.
+    def matched(self, request: InferenceRequest, slots: Slots, state: FleetState) -> Floats:
+        """What each of `slots` holds of the prompt, shape (n,): what the engines report, where that is known.
 
         What is under way there is in no report yet, so what requests in flight use counts as well: without it a burst
         would not see itself. Where an engine may hold more than it reported, our own book-keeping may know of it.
@@ -152,6 +179,9 @@ class Placement:
         reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
+        reservation.class_name = request.class_name
+        reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
+        self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
 
     def _blocks_of(self, request: InferenceRequest) -> tuple[Sequence[int], Sequence[int]]:
         """What the request will have in the cache: its prompt's blocks, and one of its own for all that is in none.
@@ -179,6 +209,8 @@ class Placement:
         self.ledger.ended(reservation, now_s)
         self.index.release(reservation.slot, reservation.stay, reservation.blocks, now_s)
         reservation.blocks = ()
+        self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
+        reservation.class_name = None
 
     def failed(self, reservation: Reservation) -> None:
         """The endpoint did not take the request: it did not get the part of the prompt it lacked either.
@@ -195,25 +227,31 @@ class Placement:
         """Another endpoint serves the request than the one chosen: load and prefix credit move there."""
         self.failed(reservation)
         self.ended(reservation, now_s)
-        here = self._matched(request, np.array([slot], np.intp), state)
+        here = self.matched(request, np.array([slot], np.intp), state)
         uncached = max(0, request.input_tokens - int(here[0]))
         moved = state.move(reservation, slot, uncached_tokens=uncached)
         if slot in self.members:  # it may have left the pool since; then nobody would ever take its credit back
             self._book(request, moved, state, now_s)
         return moved
 
-    def _filter(self, view: View) -> tuple[View, Filtered]:
-        filtered = []
+    def filter(self, view: View) -> tuple[View, Filtered]:
+        """The view over those that may take its request at all, and who was left out by which filter."""
+        filtered: Filtered = ()
         for name, keep in self._filters:
             if not len(view.slots):
                 break
             mask = keep(view)
             if mask.all():
                 continue
-            addresses = view.state.addresses
-            filtered.append((name, tuple(str(addresses[slot]) for slot in view.slots[~mask])))
+            filtered = (*filtered, *_named(name, view.take(~mask)))
             view = view.take(mask)
-        return view, tuple(filtered)
+        return view, filtered
+
+
+def _named(name: str, removed: View) -> Filtered:
+    """What an explanation says of those that a filter removed; nothing if there are none."""
+    addresses = removed.state.addresses
+    return ((name, tuple([str(addresses[slot]) for slot in removed.slots])),) if len(removed.slots) else ()
 
 
 def _choice(matched_tokens: Floats, first: int) -> Choice:

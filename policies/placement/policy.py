@@ -7,14 +7,15 @@ marginal_cost.py, peers.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from annotated_types import Gt
 
 from policies.placement.pickers import max_score
 from policies.placement.view import View
-from policies.types import Decision, Floats, Ranking
+from policies.types import Decision, Floats, InferenceRequest, Ranking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,15 @@ class Policy(Protocol):
 
     def committed(self, decision: Decision) -> None:
         """The decision was carried out."""
+        ...
+
+
+@runtime_checkable
+class Pricing(Protocol):
+    """A policy that can say what places cost: late binding (admission/binding.py) weighs waiting against that."""
+
+    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> Floats:
+        """Seconds for each of w requests at each of the view's candidates, shape (w, n); `matched_tokens` likewise."""
         ...
 
 

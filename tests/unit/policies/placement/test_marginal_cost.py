@@ -26,7 +26,8 @@ _PLAIN = Profile(prefill_tokens_per_s=1_000.0, attention_per_token=0.0, request_
 
 def _terms(view: View, **spec: float) -> dict[str, list[float]]:
     view.ledger.profile = _PLAIN
-    return {name: part.tolist() for name, part in MarginalCost(MarginalCostSpec(**spec)).terms(view).items()}
+    parts = MarginalCost(MarginalCostSpec(**spec)).rank(view, 1).parts
+    return {name: part.tolist() for name, part in parts.items() if name != "band"}
 
 
 def test_an_empty_fleet_costs_the_prefill_alone(view_of: Views) -> None:
