@@ -105,6 +105,7 @@ class App:
             request_log=self._request_log,
             quotas=self._quotas,
         )
+        self._outcomes.on_release = self.pipeline.rooms.wake
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
         self._senses = Senses(
@@ -154,7 +155,7 @@ class App:
 
     async def stop(self) -> None:
         """Stop taking requests, then listening. Running streams go on without us."""
-        self.pipeline.draining = True
+        self.pipeline.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,6 +204,7 @@ class App:
         self._quotas.configure(config)
         self.pipeline.guard = guard_of(config, self.pipeline.guard, self.metrics, time.monotonic)
         self.metrics.patterns_in_force(config.guard.patterns if config.guard else ())
+        self.pipeline.rooms.configure(config, self.fleet.placements)
         self.flights.access_log_timeout_s = config.wire.access_log_timeout_s
         self.flights.max_open = config.limits.open_requests
         self.flights.max_unsettled = config.limits.unsettled_requests
@@ -286,6 +288,10 @@ class App:
     def tenants(self) -> dict[str, Any]:
         """What each tenant seen of late has running, has left and has spent."""
         return self._quotas.describe()
+
+    def queues(self) -> dict[str, Any]:
+        """Who waits, by pool."""
+        return self.pipeline.rooms.describe()
 
     def config(self) -> dict[str, Any]:
         """The generation in force."""

@@ -112,11 +112,21 @@ class FlightEvents(Protocol):
     def failed(self, flight: Flight, address: str, why: str) -> None:
         """An endpoint could not serve the request."""
 
+    def released(self, flight: Flight) -> None:
+        """A request has given its place back."""
+
     def settled(self, flight: Flight, completion: Completion) -> None:
         """The access-log entry came."""
 
     def missing(self, flight: Flight) -> None:
         """The access-log entry did not come in time."""
+
+
+class Wait(Protocol):
+    """A place in a queue."""
+
+    def leave(self) -> None:
+        """Give it up: the client has gone."""
 
 
 class Flight:
@@ -130,6 +140,7 @@ class Flight:
         "charged",
         "claims",
         "ended_at_s",
+        "hold_s",
         "note",
         "opened_at_s",
         "placement",
@@ -143,6 +154,8 @@ class Flight:
         "streamed",
         "subset",
         "visit",
+        "wait",
+        "waits_since_s",
     )
 
     def __init__(self, flights: Flights, opened_at_s: float) -> None:
@@ -167,6 +180,9 @@ class Flight:
         self.charge: Charge | None = None
         self.visit: Visit | None = None
         self.note: Note | None = None
+        self.hold_s = 0.0  # how long the gateway waits for us
+        self.wait: Wait | None = None  # while it has its place in a queue
+        self.waits_since_s: float | None = None
 
     @property
     def tenant(self) -> str | None:
@@ -264,6 +280,8 @@ class Flights:
         flight.stage = Stage.RELEASED
         flight.ended_at_s = self._clock()
         self.ended += 1
+        if flight.wait is not None:
+            flight.wait.leave()
         if flight.charge is not None:
             flight.charge.ended()
         if flight.visit is not None:
@@ -274,6 +292,7 @@ class Flights:
                 flight.placement.ended(flight.reservation, flight.ended_at_s)
             flight.request = None  # needed only for a move, and nothing moves any more
             del self._reserved[flight.request_id]
+            self._events.released(flight)
             if flight.settled:
                 self._let_go(flight)
                 self._keep_for_late_attempts(flight)

@@ -28,6 +28,9 @@ JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 """Where Envoy's filter of that name puts what it verified, under JWT_KEY."""
 JWT_KEY = "pointsman"
 
+HOLD_METADATA = "x-pointsman-hold-s"
+"""Metadata of Envoy's ext_proc calls: so many seconds it waits for each answer of ours."""
+
 OWN_DETAILS = "pointsman_"
 """How Envoy's response_code_details begin where the answer was ours."""
 RETRY_ON = "connect-failure,refused-stream,reset-before-request,reset,retriable-status-codes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from extproc.fleet.fleet import Fleet
@@ -26,6 +27,7 @@ class Outcomes:
         request_log: RequestLog | None = None,
         quotas: Quotas | None = None,
     ) -> None:
+        self.on_release: Callable[[str], None] = lambda _pool: None
         self._quotas = quotas
         self._fleet = fleet
         self._metrics = metrics
@@ -52,6 +54,10 @@ class Outcomes:
         else:
             self._metrics.acquitted(flight.broke)
             self._fleet.observe(flight.broke, Evidence.SERVED)
+
+    def released(self, flight: Flight) -> None:
+        """A request has given its place back: there may be room for another."""
+        self.on_release(flight.pool)
 
     def settled(self, flight: Flight, completion: Completion) -> None:
         """The access-log entry came."""

@@ -7,8 +7,10 @@ committing. What a refused request may have cost is nothing: the reservation is 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from random import Random
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -17,6 +19,7 @@ import structlog
 
 from extproc.access.gate import gate_of
 from extproc.config.generations import Generation, Target
+from extproc.config.schema import Pool
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights, Stage
 from extproc.guard import Guard
@@ -44,6 +47,8 @@ from extproc.request.apis import (
 from extproc.request.encodings import SUPPORTED, inflates_beyond
 from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
+from extproc.request.urgency import PRIORITY_HEADER, slo_ttft_s
+from extproc.waiting import Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
 from policies.types import Decision, Fallback, InferenceRequest, Reason, Refusal
 
@@ -54,7 +59,7 @@ _INFLATED_AT_ONCE_BYTES = 256 * 1024
 """What is inflated on the loop: about a millisecond of text."""
 
 
-class PipelineEvents(Protocol):
+class PipelineEvents(WaitingEvents, Protocol):
     """Who counts what the pipeline does."""
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
@@ -106,6 +111,7 @@ class Pipeline:
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
+        self.rooms = WaitingRooms(self, events, fleet.state, rng, clock)
         # Counters, looked up once
         self._events = events
         self._parse_s = events.stage("parse").observe
@@ -113,6 +119,16 @@ class Pipeline:
         self._commit_s = events.stage("commit").observe
 
     # -- live requests
+
+    def stop(self) -> None:
+        """Take no more requests, and let nobody wait any longer."""
+        self.draining = True
+        self.rooms.turn_all_away(_SHUTTING_DOWN)
+
+    @property
+    def hold_s(self) -> float:
+        """How long a gateway waits for us that does not say so itself."""
+        return self.generation.config.wire.hold_s
 
     @property
     def largest_body_bytes(self) -> int:
@@ -144,11 +160,10 @@ class Pipeline:
             outcome = self._decide(flight, headers, body, plain, found)
         except Exception as error:
             log.exception("decision failed", error=str(error))
-            outcome = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
+            outcome = _INTERNAL_ERROR
         if not isinstance(outcome, Refusal):
             return outcome
-        if self._quotas is not None and flight.stage is Stage.OPEN:
-            self._quotas.refund(flight)  # it went nowhere, whatever kept it
+        self._refund(flight)  # it went nowhere, whatever kept it
         return self._refuse(flight, headers, outcome, len(body))
 
     async def _decide_inflated(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply:
@@ -218,11 +233,8 @@ class Pipeline:
             apply_found(found, plan.request)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        route = self._place(generation, flight, _without_forged(generation, headers, plan), parsed_at)
-        if self._request_log is not None and isinstance(route, Route):
-            self._request_log.routed(flight, path_of(headers), plan.request, route.addresses[0])
-        plan.request.prompt = b""  # it goes no further than this
-        return route
+        asked = Asked(generation, flight, headers, _without_forged(generation, headers, plan), len(body))
+        return self._place(asked, partial(self._reply, flight, headers, body, plain, found), parsed_at)
 
     def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
         self._events.answered("models")
@@ -278,47 +290,108 @@ class Pipeline:
         if refusal is not None or (api is not None and api.model_in is ModelIn.NOWHERE):
             return refusal
         if self.draining:
-            return Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
+            return _SHUTTING_DOWN
         if self._flights.full:
             return _too_many_requests()
         if _declared_bytes(headers) > generation.config.limits.request_body_bytes:
             return too_large(generation)
         return None if api is None else _judge_content(api, headers)
 
-    def _place(self, generation: Generation, flight: Flight, plan: Plan, began: float) -> Route | Refusal:
-        """Choose and commit, with nothing in between."""
-        target, request = plan.target, plan.request
+    def _place(self, asked: Asked, again: Callable[[], Reply | Pending], began: float) -> Reply | Pending | Refusal:
+        """Choose and commit, with nothing in between; or wait for a place."""
+        flight, target, request = asked.flight, asked.plan.target, asked.plan.request
         placement = self._fleet.placements[target.pool.name]
         flight.must_be_open()  # before anything is taken for it
+        room = self._room_for(asked)
+        if isinstance(room, Refusal):
+            return room
         over_quota = self._charge(flight, placement, request)
         if over_quota is not None:
             return over_quota
         now_s = self._clock()
-        decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
-        chosen_at = perf_counter()
-        self._choose_s(chosen_at - began)
+        if room is None:
+            decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
+        elif (found := room.at_once(request, now_s, target.list_length)) is None:
+            return room.enter(_held(asked, placement, room, again, now_s))
+        else:
+            decision = found
+        self._choose_s(perf_counter() - began)
         if isinstance(decision, Unplaceable):
             return replace(_no_ready_endpoint(target, decision), asked_model=request.asked_model)
-        flight.reserve(request, decision, placement, placement.commit(decision, request, self._fleet.state, now_s))
+        return self._commit(asked, decision)
+
+    def _room_for(self, asked: Asked) -> WaitingRoom | Refusal | None:
+        """Where the request may wait, with its class noted; a refusal if it names a class that there is none of."""
+        pool, request, flight = asked.plan.target.pool, asked.plan.request, asked.flight
+        room = None if pool.queue is None else self.rooms.of(pool.name)
+        if room is None or pool.queue is None:
+            return None
+        urgency = asked.generation.urgency_of(asked.headers, pool, flight.tenant)
+        if urgency is None:
+            return _unknown_class(asked.headers, pool)
+        request.class_name, request.priority = urgency.class_name, urgency.priority
+        request.slo_ttft_s = slo_ttft_s(asked.headers)
+        if not request.input_tokens:  # nothing that an engine would have to compute
+            return None
+        if not flight.hold_s:
+            request.without += (Fallback.CANNOT_WAIT,)
+            return None
+        return room
+
+    def _commit(self, asked: Asked, decision: Decision) -> Route:
+        """Take the place that was chosen."""
+        began, flight, plan = perf_counter(), asked.flight, asked.plan
+        request, target = plan.request, plan.target
+        placement = self._fleet.placements[target.pool.name]
+        reservation = placement.commit(decision, request, self._fleet.state, self._clock())
+        flight.reserve(request, decision, placement, reservation)
         if plan.response_id is not None:
-            most = generation.config.limits.stored_responses
+            most = asked.generation.config.limits.stored_responses
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
         self._note(flight, request, decision)
-        self._commit_s(perf_counter() - chosen_at)
+        if self._request_log is not None:
+            self._request_log.routed(flight, path_of(asked.headers), request, decision.addresses[0])
+        request.prompt = b""  # it goes no further than this
+        self._commit_s(perf_counter() - began)
         return Route(
             target.pool.cluster_name,
             decision.addresses,
             flight.request_id,
             request.model,
-            target.headers,
+            (*target.headers, *asked.generation.engine_priority(target.pool, request)),
             plan.splices,
             target.list_for_all,
-            plan.remove_headers + generation.hidden_headers,
+            plan.remove_headers + asked.generation.hidden_headers,
         )
+
+    # -- those that have waited
+
+    def carry(self, held: Held, decision: Decision) -> Reply:
+        """It goes."""
+        try:
+            return self._commit(held.asked, decision)
+        except Exception as error:
+            log.exception("decision failed", error=str(error))
+            return self.turn_away(held, _INTERNAL_ERROR)
+
+    def turn_away(self, held: Held, refusal: Refusal) -> Reply:
+        """It has waited in vain."""
+        asked = held.asked
+        self._refund(asked.flight)
+        refusal = replace(refusal, asked_model=asked.plan.request.asked_model)
+        return self._refuse(asked.flight, asked.headers, refusal, asked.body_bytes)
+
+    def abandoned(self, held: Held) -> None:
+        """Its client has gone: no engine has seen it."""
+        self._refund(held.asked.flight)
+
+    def _refund(self, flight: Flight) -> None:
+        if self._quotas is not None and flight.stage is not Stage.RESERVED:
+            self._quotas.refund(flight)
 
     def _charge(self, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
         """Take what the request is predicted to use from its tenant's quota; a refusal where that is used up."""
-        if self._quotas is None or not self._quotas.apply_to(flight):
+        if self._quotas is None or flight.charge is not None or not self._quotas.apply_to(flight):
             return None
         refusal = self._quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
         return None if refusal is None else replace(refusal, asked_model=request.asked_model)
@@ -377,6 +450,30 @@ class Pipeline:
 
 
 _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
+
+
+def _held(
+    asked: Asked, placement: Placement, room: WaitingRoom, again: Callable[[], Reply | Pending], now_s: float
+) -> Held:
+    """The request's ticket for the queue."""
+    request = asked.plan.request
+    return Held(
+        request.class_name or "",
+        request.tenant or "",
+        request.input_tokens + placement.ledger.answer_tokens(request),
+        held_bytes=asked.body_bytes,
+        priority=request.priority,
+        deadline_s=math.inf if request.slo_ttft_s is None else now_s + request.slo_ttft_s,
+        most_wait_s=_USABLE_HOLD * asked.flight.hold_s,
+        request=request,
+        asked=asked,
+        again=again,
+        room=room,
+    )
+
+
+_USABLE_HOLD = 0.9
+"""Of the time a gateway waits for us; the rest is for the answer to get there."""
 
 
 def _api(headers: Mapping[str, str]) -> Api | None:
@@ -438,12 +535,24 @@ def _judge_content(api: Api, headers: Mapping[str, str]) -> Refusal | None:
     return None
 
 
+_INTERNAL_ERROR = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
+
+
 _WITH_BODIES = {ModelIn.JSON: "application/json", ModelIn.FORM: "multipart/form-data"}
+
+
+_SHUTTING_DOWN = Refusal(503, "server_error", "shutting down", Reason.SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
 
 
 def _too_many_requests() -> Refusal:
     message = "too many requests in flight"
     return Refusal(429, "rate_limit_error", message, Reason.TOO_MANY_REQUESTS, retry_after_s=RETRY_AFTER_S)
+
+
+def _unknown_class(headers: Mapping[str, str], pool: Pool) -> Refusal:
+    names = [] if pool.queue is None else [one.name for one in pool.queue.classes]
+    message = f"{PRIORITY_HEADER}: no class {headers.get(PRIORITY_HEADER, '')[:64]!r}; there are: {', '.join(names)}"
+    return Refusal(400, _INVALID, message, Reason.INVALID_REQUEST)
 
 
 def _unsupported_encoding(encoding: str) -> Refusal:

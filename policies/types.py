@@ -48,6 +48,8 @@ class Fallback(StrEnum):
     PREFIX_NO_TOKENS = "prefix_no_tokens"
     PREFIX_TOO_LONG = "prefix_too_long"
     PREFIX_CROWDED = "prefix_crowded"
+    CANNOT_WAIT = "cannot_wait"
+    """Its gateway may give up before a queue is through, so it was sent on at once."""
     PREFIX_BLIND = "prefix_blind"
     """Of some candidates it is not known all what they hold; for these our own book-keeping answered."""
 
@@ -99,6 +101,8 @@ class Reason(StrEnum):
     QUOTA_TOKENS = "quota_tokens"
     QUOTA_CONCURRENCY = "quota_concurrency"
     QUOTA_BUDGET = "quota_budget"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
 

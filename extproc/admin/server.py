@@ -51,6 +51,9 @@ class Operations(Protocol):
     async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
         """Where a body would go now, if `tenant` sent it."""
 
+    def queues(self) -> dict[str, Any]:
+        """Who waits, by pool."""
+
     def tenants(self) -> dict[str, Any]:
         """What each tenant seen of late has running, has left and has spent."""
 
@@ -119,6 +122,7 @@ class AdminServer:
         app.router.add_post("/v1/explain", self._explain)
         app.router.add_get("/v1/profiles", self._profiles)
         app.router.add_get("/v1/tenants", self._tenants)
+        app.router.add_get("/v1/queues", self._queues)
         app.router.add_get("/v1/config", self._config)
         app.router.add_post("/v1/endpoints/{endpoint:[^/]+}:{verb:drain|undrain}", self._drain)
         return app
@@ -145,6 +149,9 @@ class AdminServer:
         """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
         path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
         return await self._told(await self._operations.explain(path, await request.read(), tenant))
+
+    async def _queues(self, _request: web.Request) -> web.Response:
+        return await self._told({"queues": self._operations.queues()})
 
     async def _tenants(self, _request: web.Request) -> web.Response:
         return await self._told({"tenants": self._operations.tenants()})

@@ -17,6 +17,8 @@ from extproc.config.schema import Config, Pool
 from extproc.names import CREDENTIAL_HEADERS, RETRY_ON
 from extproc.request.bounds import Bounds
 from extproc.request.tokens import TokenRates
+from extproc.request.urgency import ENGINE_PRIORITY_HEADER, Urgency, urgency_of
+from policies.types import InferenceRequest
 from vllm_adapters.health import OURSELVES
 
 _DRAIN_STATUS = 500
@@ -80,11 +82,16 @@ class Generation:
             None,
         )
 
+    @property
+    def list_length(self) -> int:
+        """How many endpoints are named to Envoy at most."""
+        wire = self.config.wire
+        return 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
+
     def _target(self, pool: Pool, model: str) -> Target:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
-        length = 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
-        return Target(pool, model, rates, length, wire.endpoint_list == "list", self._retry_headers(pool))
+        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", self._retry_headers(pool))
 
     def _retry_headers(self, pool: Pool) -> tuple[tuple[str, str], ...]:
         """Retries as request headers: the same in our own Envoy, and in one whose routes are not ours."""
@@ -113,6 +120,32 @@ class Generation:
     def _pools_seen_by(self, tenant: str | None) -> tuple[str, ...] | None:
         tenants = self.config.tenants
         return None if tenants is None or tenant is None else tenants.of(tenant).pools
+
+    def urgency_of(self, headers: Mapping[str, str], pool: Pool, tenant: str | None) -> Urgency | None:
+        """A request's class and priority in the pool's queue; None if it names a class that is none of it."""
+        quota = None if tenant is None or self.config.tenants is None else self.config.tenants.of(tenant)
+        best_class, best_priority = (None, 0) if quota is None else (quota.best_class, quota.best_priority)
+        return urgency_of(headers, self._classes[pool.name], best_class, best_priority)
+
+    @cached_property
+    def _classes(self) -> dict[str, tuple[str, ...]]:
+        queues = {pool.name: pool.queue for pool in self.config.pools}
+        return {name: tuple(one.name for one in queue.classes) for name, queue in queues.items() if queue is not None}
+
+    def engine_priority(self, pool: Pool, request: InferenceRequest) -> tuple[tuple[str, str], ...]:
+        """What the engine is told of the request's class, as a header: lower is sooner, as in vLLM."""
+        base = self._engine_priorities.get((pool.name, request.class_name))
+        return () if base is None else ((ENGINE_PRIORITY_HEADER, str(base + request.priority)),)
+
+    @cached_property
+    def _engine_priorities(self) -> dict[tuple[str, str | None], int]:
+        return {
+            (pool.name, one.name): one.engine_priority
+            for pool in self.config.pools
+            if pool.queue is not None
+            for one in pool.queue.classes
+            if one.engine_priority is not None
+        }
 
     def models_body(self, tenant: str | None = None) -> bytes:
         """The answer to GET /v1/models: every model and alias that a tenant sees, in OpenAI's form."""

@@ -18,6 +18,7 @@ from extproc.config.sections.guard import Guard
 from extproc.config.sections.listen import Listen
 from extproc.config.sections.observing import Admin, Observe
 from extproc.config.sections.prefix_index import PreciseIndex, PrefixIndex
+from extproc.config.sections.queueing import PoolQueue
 from extproc.config.sections.upstream import Retries, Timeouts, Wire
 from extproc.config.sections.watching import Probe, Scrape
 from extproc.names import STRIPPED_HEADERS
@@ -49,6 +50,7 @@ class Pool(Model):
     )
     hardware: str | Profile = Field("8b-h100", description="what the model costs there, by name or in figures")
     prefix_index: PrefixIndex = PrefixIndex()
+    queue: PoolQueue | None = Field(None, description="none: every request goes at once, and waits inside an engine")
     bytes_per_token: float = Field(4.0, gt=0, le=1e6)
     tokens_per_cjk_character: float = Field(1.5, gt=0, le=1e6)
     tokens_per_image: Positive = Field(1024, description="estimate for one inline image")
@@ -185,6 +187,17 @@ class Config(Model):
             raise ValueError(
                 f"guard.client: {self.guard.client} needs `access`, or no request has one; use address without it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _classes_exist(self) -> Self:
+        classes = {one.name for pool in self.pools if pool.queue is not None for one in pool.queue.classes}
+        tenants = self.tenants or Tenants()
+        for where, quota in (("default", tenants.default), *tenants.named.items()):
+            if quota.best_class is not None and quota.best_class not in classes:
+                raise ValueError(
+                    f"tenants: best_class of {where} is {quota.best_class!r}; the pools' queues have: {sorted(classes)}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from typing import Literal
 from extproc.config.schema import Config, Pool
 from extproc.config.sections.fields import is_name
 from extproc.control import envoy_types as envoy
-from extproc.names import DESTINATION_HEADER, LB_NAMESPACE, SERVED_KEY
+from extproc.names import DESTINATION_HEADER, HOLD_METADATA, LB_NAMESPACE, SERVED_KEY
 
 POINTSMAN_CLUSTER = "pointsman_grpc"
 
@@ -99,12 +99,13 @@ def http2(config: Config, **settings: object) -> envoy.Http2ProtocolOptions:
     )
 
 
-def pointsman_grpc_service(*, retry_quickly: bool = False) -> envoy.GrpcService:
-    """How Envoy's gRPC clients (ext_proc, access log, xDS) reach us."""
+def pointsman_grpc_service(*, retry_quickly: bool = False, hold_s: int | None = None) -> envoy.GrpcService:
+    """How Envoy's gRPC clients (ext_proc, access log, xDS) reach us. `hold_s`: how long that client waits for us."""
     backoff = envoy.BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=5))
     policy = envoy.GrpcRetryPolicy(retry_back_off=backoff) if retry_quickly else None
     return envoy.GrpcService(
-        envoy_grpc=envoy.GrpcService.EnvoyGrpc(cluster_name=POINTSMAN_CLUSTER, retry_policy=policy)
+        envoy_grpc=envoy.GrpcService.EnvoyGrpc(cluster_name=POINTSMAN_CLUSTER, retry_policy=policy),
+        initial_metadata=[] if hold_s is None else [envoy.HeaderValue(key=HOLD_METADATA, value=str(hold_s))],
     )
 
 

@@ -43,9 +43,10 @@ _FORWARDED = (
     "x-request-id",
     "x-vllm-priority",
     FORWARDED_FOR_HEADER,
+    "x-llm-d-slo-ttft-ms",
 )
 _FORWARDED_PREFIXES = ("x-pointsman-", "x-gateway-")
-_HOLD = timedelta(seconds=600)
+_HOLD_S = 600
 """Longer than any request waits for its decision: the deadline is ours to keep and to answer for."""
 
 
@@ -229,11 +230,11 @@ def _ext_proc_filter(config: Config, bodies: int) -> envoy.HttpFilter:
         name=EXT_PROC,
         typed_config=envoy.pack(
             envoy.ExternalProcessor(
-                grpc_service=pointsman_grpc_service(),
+                grpc_service=pointsman_grpc_service(hold_s=_HOLD_S),
                 processing_mode=processing_mode(bodies),
                 # running answers must survive our death; the undecided route fails new requests closed
                 failure_mode_allow=True,
-                message_timeout=_HOLD,
+                message_timeout=timedelta(seconds=_HOLD_S),
                 # without these two, routing headers and x-envoy-* timeouts from us are dropped in silence
                 mutation_rules=envoy.HeaderMutationRules(
                     allow_all_routing=envoy.flag(on=True), allow_envoy=envoy.flag(on=True)

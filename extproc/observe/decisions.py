@@ -35,6 +35,7 @@ class Record:
     input_tokens: int
     stream: bool
     tenant: str | None
+    class_name: str | None
     decision: Decision
     served_by: str | None = None
     outcome: dict[str, Any] | None = None
@@ -66,6 +67,7 @@ class DecisionLog:
             request.input_tokens,
             request.stream,
             request.tenant,
+            request.class_name,
             decision,
         )
         self._records.append(record)
@@ -122,6 +124,7 @@ def _explain_record(record: Record, *, whole: bool) -> dict[str, Any]:
         "input_tokens": record.input_tokens,
         "stream": record.stream,
         "tenant": record.tenant,
+        "class": record.class_name,
         **(explain(decision) if whole else _outline(decision) | {"candidates": [], "filtered": []}),
         "rows_left_out": 0 if whole else _rows(decision),
         "served_by": record.served_by,
@@ -145,6 +148,8 @@ def _outline(decision: Decision) -> dict[str, Any]:
         "endpoints": list(decision.addresses),
         "matched_tokens": decision.chosen_matched_tokens,
         "fallbacks": list(decision.fallbacks),
+        "waited_s": round(decision.waited_s, _DIGITS),
+        "detour_s": round(decision.detour_s, _DIGITS),
         "prefix_index": "precise" if decision.precise else "approximate",
     }
 

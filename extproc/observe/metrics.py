@@ -78,6 +78,14 @@ class Metrics:
         self._unknown_clients = self._counter(
             "guard_unknown_clients", "Requests not limited: nobody says whose they are"
         )
+        self._queue_requests = self._gauge("queue_requests", "Requests that wait", "pool", "class")
+        self._queue_bytes = self._gauge("queue_bytes", "Bodies of those that wait", "pool")
+        self._queue_left = self._counter(
+            "queue_left", "Requests that wait no more, or could not", "pool", "class", "how"
+        )
+        self._queue_wait = self._histogram(
+            "queue_wait_seconds", "How long they waited", _DURATION_BUCKETS_S, "pool", "class"
+        )
         self._tokens = self._counter("usage_tokens", "Tokens as the engines report them", "pool", "kind")
 
     def _wire(self) -> None:
@@ -262,6 +270,23 @@ class Metrics:
         """The guard did not limit a request, since nobody says whose it is."""
         self._unknown_clients.inc()
 
+    # -- queues
+
+    def queue_changed(self, pool: str, class_name: str, waiting: int, held_bytes: int) -> None:
+        """So many wait in a class now."""
+        self._child(self._queue_requests, pool, class_name).set(waiting)
+        self._child(self._queue_bytes, pool).set(held_bytes)
+
+    def queue_left(self, pool: str, class_name: str, how: str, waited_s: float) -> None:
+        """A request waits no more, or was not let wait where it asked to."""
+        self._child(self._queue_left, pool, class_name, how).inc()
+        if how not in _DID_NOT_WAIT:
+            self._child(self._queue_wait, pool, class_name).observe(waited_s)
+
+    def queue_class_gone(self, pool: str, class_name: str) -> None:
+        """There is no such class any more."""
+        self._forget((self._queue_requests, (pool, class_name)))
+
     # -- wire
 
     def message(self, phase: Phase) -> None:
@@ -409,6 +434,9 @@ class Metrics:
         self._child(self._discovery_endpoints, pool).set(endpoints)
         self._child(self._discovery_skipped, pool).set(skipped)
         self._child(self._discovery_stale, pool).set(float(stale))
+
+
+_DID_NOT_WAIT = frozenset({"full", "overflowed"})
 
 
 def _result(*, ok: bool) -> str:

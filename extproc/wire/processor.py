@@ -13,6 +13,7 @@ stream stays open until the HTTP stream ends, and its end gives the reservation 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
@@ -21,6 +22,7 @@ import grpc.aio
 import structlog
 
 from extproc.flight import Flight, Flights
+from extproc.names import HOLD_METADATA
 from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import is_grpc
 from extproc.wire.messages import (
@@ -54,6 +56,10 @@ class Decider(Protocol):
     @property
     def largest_body_bytes(self) -> int:
         """No more of a body is held than this; a larger one is refused."""
+
+    @property
+    def hold_s(self) -> float:
+        """How long a gateway waits for an answer that does not say so itself."""
 
 
 class WireEvents(Protocol):
@@ -109,14 +115,17 @@ class Exchange:
         "_events",
         "_flight",
         "_headers",
+        "_hold_s",
         "_one_address",
         "_trailers",
         "manner",
         "turn",
     )
 
-    def __init__(self, flight: Flight, decider: Decider, events: WireEvents) -> None:
+    def __init__(self, flight: Flight, decider: Decider, events: WireEvents, hold_s: float | None = None) -> None:
+        """`hold_s`: how long the gateway says that it waits for an answer; None if it does not."""
         self._flight = flight
+        self._hold_s = hold_s
         self._decider = decider
         self._events = events
         self._headers: Mapping[str, str] = {}
@@ -158,6 +167,7 @@ class Exchange:
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner = manner
+        self._flight.hold_s = self._waits_for_s(manner)
         # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
         self._one_address = manner is not Manner.BUFFERED or message.wants_response
         # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end,
@@ -173,6 +183,12 @@ class Exchange:
         if manner is not Manner.BUFFERED:
             return []
         return [accept(self._flight.request_id, keep_response=message.wants_response)]
+
+    def _waits_for_s(self, manner: Manner) -> float:
+        """How long the gateway waits for our answer. Where bodies are streamed, Envoy has no limit to that."""
+        if manner is Manner.STREAMED:
+            return math.inf
+        return self._decider.hold_s if self._hold_s is None else self._hold_s
 
     def _on_body(self, message: Received) -> Sending:
         if self._endless:
@@ -290,7 +306,7 @@ class Processor:
         """Serve one stream until the HTTP request it belongs to has ended."""
         flight = self._flights.open()
         try:
-            await self._converse(Exchange(flight, self._decider, self._events), context)
+            await self._converse(Exchange(flight, self._decider, self._events, _hold_s(context)), context)
         except Malformed as error:
             self._events.malformed("ext_proc")
             log.warning("malformed ext_proc message", error=str(error))
@@ -312,6 +328,18 @@ class Processor:
                 sending = exchange.resolve(await sending.ready)
             while sending:
                 await context.write(sending.pop(0))
+
+
+def _hold_s(context: Any) -> float | None:  # noqa: ANN401 - grpcio has no types
+    """How long a gateway with a configuration of ours waits for an answer: it says so in the metadata of its call."""
+    for name, value in context.invocation_metadata() or ():
+        if name == HOLD_METADATA and isinstance(value, str) and value.isascii() and value.isdecimal():
+            return float(value[:_LONGEST_HOLD])
+    return None
+
+
+_LONGEST_HOLD = 6
+"""Digits of seconds; more would be days."""
 
 
 def _status_of(error: Malformed) -> grpc.StatusCode:

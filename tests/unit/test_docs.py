@@ -101,7 +101,8 @@ _REQUIRED = object()
 def _shown(default: object) -> str:
     if default is _REQUIRED:
         return "required"
-    if isinstance(default, BaseModel):
+    first = next(iter(default), None) if isinstance(default, tuple) else default
+    if isinstance(first, BaseModel):
         return "see below"
     return "none" if default is None else f"`{_yaml(default)}`"
 

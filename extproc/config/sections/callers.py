@@ -128,6 +128,10 @@ class Quota(Model):
     concurrency: Positive | None = Field(None, description="requests at once")
     budget: Budget | None = None
     may_borrow: bool = Field(False, description="take from `tenants.spare` when its own `tokens` are used up")
+    best_class: Name | None = Field(None, description="of the pools' queues; no request of it is more urgent")
+    best_priority: Annotated[int, Field(ge=-100, le=100)] = Field(
+        0, description="within a class, lower is sooner; a request that asks for more gets this"
+    )
     pools: Annotated[tuple[Name, ...], Field(min_length=1)] | None = Field(
         None, description="the pools it sees; the models of others do not exist for it. None: all"
     )

@@ -20,6 +20,9 @@ class Wire(Model):
     access_log_timeout_s: float = Field(
         10, gt=0, le=86_400, allow_inf_nan=False, description="an access-log entry later than this counts as missing"
     )
+    hold_s: float = Field(
+        0, ge=0, le=600, description="a gateway that does not say how long it waits for us waits so long; 0: no queue"
+    )
     strict_pin: bool = Field(True, description="503 when Envoy knows none of the picked addresses, never its choice")
 
 

@@ -43,6 +43,9 @@ class Events:
         """Its entry came."""
         self.ends.append((flight, completion))
 
+    def released(self, flight: Flight) -> None:
+        """Its place is free."""
+
     def missing(self, flight: Flight) -> None:
         """Its entry did not come."""
         self.gaps.append(flight)

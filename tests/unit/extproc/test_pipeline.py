@@ -75,6 +75,7 @@ class Counted:
         self.refusals: list[tuple[str, int]] = []
         self.answers: list[str] = []
         self.fallbacks: list[str] = []
+        self.left: list[tuple[str, str]] = []
         self.steps: Counter[str] = Counter()
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
@@ -92,6 +93,16 @@ class Counted:
     def fell_back(self, reason: str) -> None:
         """Knew less than it should."""
         self.fallbacks.append(reason)
+
+    def queue_changed(self, pool: str, class_name: str, waiting: int, held_bytes: int) -> None:
+        """Not looked at."""
+
+    def queue_left(self, pool: str, class_name: str, how: str, waited_s: float) -> None:  # noqa: ARG002 - WaitingEvents
+        """Waits no more."""
+        self.left.append((class_name, how))
+
+    def queue_class_gone(self, pool: str, class_name: str) -> None:
+        """Not looked at."""
 
     def stage(self, name: str) -> Histogram:
         """The clock of one step."""
@@ -120,6 +131,9 @@ class Counted:
 
     def settled(self, flight: Flight, completion: Completion) -> None:
         """Not looked at."""
+
+    def released(self, flight: Flight) -> None:
+        """Its place is free."""
 
     def missing(self, flight: Flight) -> None:
         """Not looked at."""
@@ -154,6 +168,7 @@ class House:
             rng=Random(7),
         )
         self.fleet.configure(self.generation)
+        self.pipeline.rooms.configure(self.generation.config, self.fleet.placements)
         for pool in self.generation.config.pools:
             self.fleet.set_endpoints(pool.name, pool.endpoints.static or ())
         self.fleet.acknowledged(self.fleet.assignments())

@@ -68,6 +68,8 @@ def test_a_decision_is_explained_best_first() -> None:
         ],
         "filtered": [{"filter": "ready", "endpoints": ["one:1", "three:1"]}],
         "fallbacks": ["stale_figures"],
+        "waited_s": 0.0,
+        "detour_s": 0.0,
         "prefix_index": "approximate",
     }
 

@@ -61,6 +61,9 @@ class Counted:
             raise fault
         self.ends.append(completion)
 
+    def released(self, flight: Flight) -> None:
+        """Its place is free."""
+
     def missing(self, flight: Flight) -> None:
         """Not looked at here."""
 

@@ -34,6 +34,9 @@ class Nobody:
     def settled(self, flight: Flight, completion: Completion) -> None:
         """Ignored."""
 
+    def released(self, flight: Flight) -> None:
+        """Its place is free."""
+
     def missing(self, flight: Flight) -> None:
         """Ignored."""
 
@@ -68,6 +71,7 @@ class Decider:
         self.reply: Reply | Pending | None = None
         self.early: Answer | None = None
         self.largest_body_bytes = 1_000_000
+        self.hold_s = 0.0
 
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:  # noqa: ARG002 - Decider
         """Nothing to object unless told so."""
@@ -277,6 +281,11 @@ class Context:
         self.incoming = list(messages)
         self.written: list[bytes] = []
         self.aborted: tuple[grpc.StatusCode, str] | None = None
+        self.metadata: tuple[tuple[str, str], ...] = ()
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What came with the call."""
+        return self.metadata
 
     async def read(self) -> object:
         """The next message; an exception in the list is raised."""

@@ -31,6 +31,9 @@ class Nobody:
     def settled(self, flight: Flight, completion: object) -> None:
         """Ignored."""
 
+    def released(self, flight: Flight) -> None:
+        """Its place is free."""
+
     def missing(self, flight: Flight) -> None:
         """Ignored."""
 
@@ -48,6 +51,7 @@ class Gateway:
     """A gateway that streams, its exchange, and a decider that routes to two addresses."""
 
     largest_body_bytes = 500_000
+    hold_s = 0.0
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []

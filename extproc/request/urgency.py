@@ -1,0 +1,70 @@
+"""How urgent a request is: its class in the pool's queue, its priority within the class, when it is due.
+
+What a client asks for is bounded by what its tenant may have; without tenants everybody may have any class, and
+nobody may go before others of his class. Not here: what classes and priorities do (policies/admission/queue.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+PRIORITY_HEADER = "x-pointsman-priority"
+OBJECTIVE_HEADER = "x-gateway-inference-objective"
+ENGINE_PRIORITY_HEADER = "x-vllm-priority"
+_SLO_HEADERS = ("x-pointsman-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+_MOST = 100
+"""Steps of priority either way; more would be the same as another class."""
+_LONGEST_SLO_MS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """A class by name, and a priority in it, lower is sooner."""
+
+    class_name: str
+    priority: int = 0
+
+
+def urgency_of(
+    headers: Mapping[str, str], classes: Sequence[str], best_class: str | None, best_priority: int
+) -> Urgency | None:
+    """What the headers ask for, within bounds; None where they name a class that there is none of.
+
+    `classes`: by name, the most urgent first. `best_class`: the most urgent one allowed, if there are such.
+    """
+    best = classes.index(best_class) if best_class in classes else 0
+    asked, priority = headers.get(PRIORITY_HEADER), None
+    if asked is not None:
+        priority = _number(asked)
+        if priority is None and asked not in classes:
+            return None
+    else:
+        asked, priority = _of_other_kinds(headers)
+    class_name = classes[max(classes.index(asked), best)] if asked in classes else classes[best]
+    return Urgency(class_name, max(priority or 0, best_priority))
+
+
+def slo_ttft_s(headers: Mapping[str, str]) -> float | None:
+    """How soon the client wants its first token, in seconds; None where it does not say, or nonsense."""
+    for name in _SLO_HEADERS:
+        said = headers.get(name)
+        if said is not None and said.isascii() and said.isdecimal() and len(said) < len(str(_LONGEST_SLO_MS)) + 1:
+            return int(said) / 1000
+    return None
+
+
+def _of_other_kinds(headers: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """A class or a priority from headers that others know: higher is sooner in the first, lower in the second."""
+    objective = headers.get(OBJECTIVE_HEADER)
+    if objective is not None:
+        higher = _number(objective)
+        return objective, None if higher is None else -higher
+    return None, _number(headers.get(ENGINE_PRIORITY_HEADER, ""))
+
+
+def _number(text: str) -> int | None:
+    digits = text.removeprefix("-")
+    if not digits.isascii() or not digits.isdecimal() or len(digits) > len(str(_MOST)) + 1:
+        return None
+    return max(-_MOST, min(_MOST, int(text)))
