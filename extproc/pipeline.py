@@ -74,6 +74,9 @@ class PipelineEvents(WaitingEvents, Protocol):
     def fell_back(self, reason: str) -> None:
         """A decision rested on less than it should."""
 
+    def usage_asked(self, by: str) -> None:
+        """A tenant's stream was, or was not, asked for its usage."""
+
     def stage(self, name: str) -> Any:  # noqa: ANN401 - prometheus_client's Histogram, or a stand-in with observe()
         """The clock of one step."""
 
@@ -348,6 +351,8 @@ class Pipeline:
         if plan.response_id is not None:
             most = asked.generation.config.limits.stored_responses
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
+        if plan.usage_asked_by is not None:
+            self._events.usage_asked(plan.usage_asked_by)
         self._note(flight, request, decision)
         if self._request_log is not None:
             self._request_log.routed(flight, path_of(asked.headers), request, decision.addresses[0])

@@ -147,6 +147,11 @@ class Generation:
             if one.engine_priority is not None
         }
 
+    def injects_usage(self, tenant: str | None) -> bool:
+        """Whether a tenant's streams are asked for their usage by us, if not by the client."""
+        tenants = self.config.tenants
+        return tenants is not None and tenant is not None and tenants.usage == "inject"
+
     def models_body(self, tenant: str | None = None) -> bytes:
         """The answer to GET /v1/models: every model and alias that a tenant sees, in OpenAI's form."""
         pools = self._pools_seen_by(tenant)

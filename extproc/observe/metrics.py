@@ -71,6 +71,9 @@ class Metrics:
         self._tenant_tokens = self._counter(
             "tenant_tokens", "Tokens charged to tenants; those not named are one", "tenant", "source"
         )
+        self._usage_asked = self._counter(
+            "stream_usage", "Streams of tenants, by who asked for their usage, where we do if nobody else", "asked_by"
+        )
         self._patterns_found = self._counter(
             "guard_patterns", "Prompts in which a pattern of the guard was found", "pattern", "action"
         )
@@ -250,6 +253,10 @@ class Metrics:
     def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
         """A tenant's request was settled: by what its engine said, or by what was predicted of it."""
         self._child(self._tenant_tokens, tenant, "estimate" if estimated else "usage").inc(tokens)
+
+    def usage_asked(self, by: str) -> None:
+        """A tenant's stream was, or was not, asked for its usage."""
+        self._child(self._usage_asked, by).inc()
 
     def pattern_found(self, pattern: str, action: str) -> None:
         """A prompt holds what a pattern of the guard describes."""

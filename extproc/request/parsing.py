@@ -23,6 +23,7 @@ from extproc.request.tokens import TokenRates, image_spans, prompt_tokens
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
+_NOTHING = memoryview(b"")
 _INVALID = "invalid_request_error"
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
@@ -41,6 +42,7 @@ class _Body(msgspec.Struct):
     previous_response_id: Any = None
     request_id: Any = None
     store: Any = None
+    stream_options: msgspec.Raw = _NONE
 
 
 @cache
@@ -76,7 +78,7 @@ class Stored:
 class Parsed:
     """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
 
-    `model_raw` is a view of the model's name where it stands in the body; empty where the body names none.
+    `model_raw` and `stream_options` are views of what stands in the body; empty where it has none.
     """
 
     kind: Kind
@@ -88,6 +90,7 @@ class Parsed:
     cache_salt: str | None = None
     session_key: str | None = None
     stored: Stored | None = None
+    stream_options: memoryview = _NOTHING
     set_model: _SetModel = field(default=_set_json_model, compare=False)
 
 
@@ -132,6 +135,7 @@ def _parsed(api: Api, fields: Any, model: str) -> Parsed:  # noqa: ANN401 - made
         cache_salt=_text(fields.cache_salt),
         session_key=_text(fields.prompt_cache_key) or _text(fields.user),
         stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
+        stream_options=memoryview(fields.stream_options),
     )
 
 

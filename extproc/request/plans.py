@@ -27,6 +27,7 @@ from extproc.request.parsing import (
 )
 from extproc.request.splice import Splice, apply, insert_field
 from extproc.request.stored import PREFIX, StoredResponses
+from extproc.request.usage import AskedBy, ask_for_usage
 from policies.types import InferenceRequest, Reason, Refusal
 
 _INVALID = "invalid_request_error"
@@ -51,13 +52,17 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do with a request, short of an endpoint. `response_id`: the answer may be asked for again by this id."""
+    """What to do with a request, short of an endpoint. `response_id`: the answer may be asked for again by this id.
+
+    `usage_asked_by`: who asked a stream for its usage, where that is our business.
+    """
 
     target: Target
     request: InferenceRequest
     splices: tuple[Splice, ...] = ()
     remove_headers: tuple[str, ...] = ()
     response_id: str | None = None
+    usage_asked_by: AskedBy | None = None
 
 
 def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
@@ -104,25 +109,36 @@ def _from_body(
     if target is None:
         return _unknown_model(parsed.model)
     request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
-    too_long = None if generation.bounds is None else generation.bounds.judge_tokens(request.input_tokens)
-    if too_long is not None:
-        return replace(too_long, asked_model=parsed.model)
-    edits = model_edits(plain, parsed, target.model)
-    own_id = None
+    refusal = _judge_parsed(generation, stored, incoming, parsed, request)
+    if refusal is not None:
+        return replace(refusal, asked_model=parsed.model)
+    own_id, edits = None, model_edits(plain, parsed, target.model)
     if parsed.stored is not None:
-        refusal = _judge_stored(parsed.stored, stored, incoming.tenant)
-        if refusal is not None:
-            return replace(refusal, asked_model=parsed.model)
         _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)
         if parsed.stored.wanted:
             own_id = parsed.stored.own_id or PREFIX + incoming.request_id
             if parsed.stored.own_id is None:
                 edits = (*edits, insert_field(plain, "request_id", msgspec.json.encode(own_id)))
-    if edits and plain is not incoming.body:
-        # what was compressed goes on as it came, unless it had to be changed
-        whole = Splice(0, len(incoming.body), apply(plain, edits))
-        return Plan(target, request, (whole,), ("content-encoding",), own_id)
-    return Plan(target, request, edits, (), own_id)
+    usage = ask_for_usage(plain, parsed) if generation.injects_usage(incoming.tenant) else None
+    plan = Plan(target, request, response_id=own_id, usage_asked_by=usage.by if usage else None)
+    return _with_edits(plan, incoming.body, plain, (*edits, *usage.splices) if usage else edits)
+
+
+def _judge_parsed(
+    generation: Generation, stored: StoredResponses, incoming: Incoming, parsed: Parsed, request: InferenceRequest
+) -> Refusal | None:
+    """Whether a request that could be read may go on."""
+    too_long = None if generation.bounds is None else generation.bounds.judge_tokens(request.input_tokens)
+    if too_long is not None or parsed.stored is None:
+        return too_long
+    return _judge_stored(parsed.stored, stored, incoming.tenant)
+
+
+def _with_edits(plan: Plan, body: bytes, plain: bytes, edits: tuple[Splice, ...]) -> Plan:
+    """What was compressed goes on as it came, unless it has to be changed."""
+    if not edits or plain is body:
+        return replace(plan, splices=edits) if edits else plan
+    return replace(plan, splices=(Splice(0, len(body), apply(plain, edits)),), remove_headers=("content-encoding",))
 
 
 def encoding_of(headers: Mapping[str, str]) -> str:

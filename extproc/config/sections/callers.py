@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
@@ -143,6 +143,9 @@ class Tenants(Model):
     default: Quota = Field(Quota(), description="of each tenant that is not named")
     named: dict[TenantName, Quota] = Field(default_factory=dict)
     spare: Rate | None = Field(None, description="tokens for those that may borrow")
+    usage: Literal["as_asked", "inject"] = Field(
+        "as_asked", description="inject: ask streams for their usage where the client does not say"
+    )
 
     def of(self, tenant: str) -> Quota:
         """One tenant's quota."""

@@ -104,6 +104,9 @@ class Counted:
     def queue_class_gone(self, pool: str, class_name: str) -> None:
         """Not looked at."""
 
+    def usage_asked(self, by: str) -> None:
+        """Not looked at."""
+
     def stage(self, name: str) -> Histogram:
         """The clock of one step."""
         return Histogram(self.steps, name)

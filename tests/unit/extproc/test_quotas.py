@@ -218,6 +218,21 @@ def test_a_fault_of_ours_costs_a_tenant_nothing(house: House, monkeypatch: pytes
     assert house.quotas.describe()["acme"] == before
 
 
+@pytest.mark.parametrize(("usage", "splices"), [("as_asked", 0), ("inject", 1)])
+def test_streams_are_asked_for_their_usage_if_the_config_says_so(usage: str, splices: int) -> None:
+    """By us where the client did not, and counted by who asked."""
+    house = House(f"{{usage: {usage}}}")
+    for said in ({}, {"include_usage": True}, {"include_usage": False}):
+        flight = house.flights.open()
+        flight.caller = Caller("acme")
+        body = {"model": "m", "messages": [], "stream": True} | ({"stream_options": said} if said else {})
+        reply = house.pipeline.decide(flight, HEADERS, json.dumps(body).encode())
+        assert isinstance(reply, Route)
+        assert len(reply.splices) == (0 if said else splices)
+    counted = house.metrics.page().decode().count("pointsman_stream_usage_total{")
+    assert counted == 3 * splices
+
+
 def test_a_tenant_sees_its_pools_alone(house: House) -> None:
     """Other models do not exist for it, in the list neither."""
     house.routed("guest", "s")
