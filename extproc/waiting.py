@@ -349,7 +349,7 @@ def _class_specs(queue: PoolQueue) -> Iterable[ClassSpec]:
 def binding_spec(queue: PoolQueue) -> BindingSpec:
     """The policy's spec of a config's section."""
     room = RoomSpec(queue.busy_ms / 1000, queue.endpoint_requests or math.inf)
-    return BindingSpec(queue.late_binding, room)
+    return BindingSpec(queue.late_binding, room, longest_detour_s=queue.longest_detour_ms / 1000)
 
 
 def _chain(held: Held, reply: Reply | Pending) -> None:

@@ -24,6 +24,14 @@ class Index(StrEnum):
     ENGINE = "engine"
 
 
+class FirstTokens(StrEnum):
+    """How the policies of an offline replay learn of first tokens."""
+
+    SEEN = "seen"
+    TIMED = "timed"
+    NEVER = "never"
+
+
 def replay(
     trace: Annotated[str, typer.Argument(help="a file or folder; `generated` for the trace that comes with us")],
     offline: Annotated[bool, typer.Option("--offline", help="On simulated engines, in virtual time.")] = False,
@@ -43,6 +51,10 @@ def replay(
         int | None, typer.Option(min=1, help="of one engine; default: the hardware's")
     ] = None,
     scrape_interval_s: Annotated[float, typer.Option(min=0.001, help="how often the router sees the engines")] = 0.5,
+    first_tokens: Annotated[
+        FirstTokens,
+        typer.Option(help="--offline: as they come, with the answer's end as in a running system, or never"),
+    ] = FirstTokens.SEEN,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each, with other arrivals and ties")] = 1,
     requests: Annotated[int | None, typer.Option(min=10, help="only so many; how many, where they are drawn")] = None,
     trace_format: Annotated[str | None, typer.Option("--format", help="if it is not recognised")] = None,
@@ -67,7 +79,7 @@ def replay(
             form=trace_format,
             policies=tuple(name.strip() for name in policies.split(",")),
             right_sized=index is Index.ENGINE,
-            fleet=_fleet(engines, hardware, kv_capacity_tokens, scrape_interval_s),
+            fleet=_fleet(engines, hardware, kv_capacity_tokens, scrape_interval_s, first_tokens),
             loads=_numbers("--load", load),
             rates=(*_numbers("--rate", rate), *_numbers("--sessions-per-s", sessions_per_s)),
             disturbances=disturbances,
@@ -104,7 +116,9 @@ def _run(options: Options) -> None:
         _fail(str(error))
 
 
-def _fleet(engines: int, hardware: str, kv_capacity_tokens: int | None, scrape_interval_s: float) -> Fleet:
+def _fleet(
+    engines: int, hardware: str, kv_capacity_tokens: int | None, scrape_interval_s: float, first_tokens: FirstTokens
+) -> Fleet:
     from extproc.replay.offline import Fleet
     from vllm_adapters.simulator.hardware import HARDWARE
 
@@ -115,6 +129,7 @@ def _fleet(engines: int, hardware: str, kv_capacity_tokens: int | None, scrape_i
         hardware=hardware,
         kv_capacity_tokens=kv_capacity_tokens,
         scrape_interval_s=scrape_interval_s,
+        first_tokens=first_tokens.value,
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import aiohttp
 
+from extproc.config.sections.queueing import LONGEST_WAIT_S
 from extproc.demo.processes import MODEL, Setting, System
 from extproc.replay.comparison import Row, Table
 from extproc.replay.entrants import Entrant
@@ -30,6 +31,7 @@ from extproc.replay.matrix import Result
 from extproc.replay.offline import Fleet, Outcome, Run
 from extproc.replay.scenarios import Group
 from extproc.replay.traces import Trace, TraceRequest
+from policies.admission.binding import BindingSpec
 from policies.placement.marginal_cost import MarginalCostSpec
 from policies.placement.policy import PolicySpec
 from policies.placement.profiles import HARDWARE as PROFILES
@@ -41,6 +43,7 @@ _PATIENCE_S = 600.0
 _CACHED = re.compile(rb'"cached_tokens": ?(\d+)')
 _TAIL_BYTES = 2_000
 """Of a streamed answer: where its usage stands."""
+_ENDLESS = 2**31 - 1
 _ROOM = 1.05
 """What an engine's context must have above the longest request: the simulator counts a few tokens more."""
 
@@ -75,19 +78,35 @@ async def _play(trace: Trace, fleet: Fleet, runner: Entrant, speed: float) -> Ru
     longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
     setting = Setting(fleet.engines, fleet.hardware, speed, fleet.capacity_tokens, int(longest * _ROOM))
     with tempfile.TemporaryDirectory(prefix="pointsman-replay-") as folder:
-        async with System(Path(folder), runner.name, setting, pool=_pool(runner.spec, fleet, speed)) as system:
+        async with System(Path(folder), runner.name, setting, pool=_pool(runner, fleet, speed)) as system:
             player = _Player(trace, system, speed)
             await player.run()
     return Run(trace, fleet, player.outcomes, max(one.ended_s for one in player.outcomes), 0)
 
 
-def _pool(spec: PolicySpec, fleet: Fleet, speed: float) -> dict[str, Any]:
-    """The policy, and what it is told of the hardware, in the faster time."""
-    return {
-        "policy": _plain(_hastened(spec, speed)),
+def _pool(runner: Entrant, fleet: Fleet, speed: float) -> dict[str, Any]:
+    """The policy, what it is told of the hardware, and how requests wait, in the faster time."""
+    pool = {
+        "policy": _plain(_hastened(runner.spec, speed)),
         "hardware": _plain(_hastened_profile(PROFILES[fleet.hardware], speed)),
         "kv_capacity_tokens": fleet.capacity_tokens,
     }
+    return pool if runner.binding is None else {**pool, "queue": _queue(runner.binding, speed)}
+
+
+def _queue(binding: BindingSpec, speed: float) -> dict[str, Any]:
+    """A queue that refuses nobody: the comparison is of when and where requests go, not of how many are let in."""
+    return {
+        "classes": [{"name": "all", "places": _ENDLESS, "max_wait_s": LONGEST_WAIT_S}],
+        "max_bytes": _ENDLESS,
+        "late_binding": binding.late,
+        "longest_detour_ms": _ms(binding.longest_detour_s / speed),
+        "busy_ms": _ms(binding.room.busy_s / speed),
+    }
+
+
+def _ms(time_s: float) -> int:
+    return max(1, round(time_s * 1000))
 
 
 def _plain(section: PolicySpec | Profile) -> dict[str, Any]:

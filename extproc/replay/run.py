@@ -93,6 +93,8 @@ def _check(options: Options, trace: Trace) -> None:
         raise Unusable(f"{trace.name}: its sessions wait for answers, so it has no load; give --sessions-per-s")
     if options.live_speed is not None and options.disturbances:
         raise Unusable("disturbances are for --offline")
+    if options.live_speed is not None and options.fleet.first_tokens != "seen":
+        raise Unusable("--first-tokens is for --offline; live they are told as a running system tells them")
     if not (options.loads or options.rates or options.disturbances):
         raise Unusable("give --load, --rate (or --sessions-per-s), or --disturbances")
 

@@ -50,6 +50,9 @@ class PoolQueue(Model):
     late_binding: bool = Field(
         True, description="wait for the best endpoint, longer where it saves more; false: take any with room"
     )
+    longest_detour_ms: Positive = Field(
+        2_000, description="late binding: no longer wait makes up for more added latency at another endpoint"
+    )
     busy_ms: Positive = Field(1_000, description="an endpoint with so much to prefill has no room")
     endpoint_requests: Positive | None = Field(
         None, description="no more at one endpoint at once; none: what `hardware` says of its batch"

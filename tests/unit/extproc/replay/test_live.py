@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from extproc.config.pool_policies import presets
+from extproc.config.sections.queueing import PoolQueue
+from extproc.replay.entrants import Entrant, entrants
 from extproc.replay.live import _pool, text_of
 from extproc.replay.offline import Fleet
 from extproc.replay.traces import TraceRequest
+from extproc.waiting import binding_spec
 from vllm_adapters.simulator.text import TOKEN_BYTES, block_hashes, count_tokens
 
 _BLOCK = 64
@@ -35,8 +40,23 @@ def test_a_prompt_is_as_long_as_the_trace_says() -> None:
 
 def test_what_a_policy_is_told_of_times_passes_as_fast_as_they_do() -> None:
     """At ten times the speed a band of three seconds is 0.3; rates are ten times as high."""
-    pool = _pool(presets()["default"], Fleet(), 10.0)
+    pool = _pool(Entrant("default", presets()["default"]), Fleet(), 10.0)
     assert pool["policy"]["affinity_band_s"] == 0.3
     assert pool["hardware"]["prefill_tokens_per_s"] == 250_000
     assert pool["hardware"]["sequence_s"] == 15e-7
-    assert _pool(presets()["lmetric"], Fleet(), 10.0)["policy"]["kind"] == presets()["lmetric"].kind
+    assert "queue" not in pool
+    lmetric = presets()["lmetric"]
+    assert _pool(Entrant("lmetric", lmetric), Fleet(), 10.0)["policy"]["kind"] == lmetric.kind
+
+
+@pytest.mark.parametrize("held", ["late", "queue"])
+def test_an_entrant_that_holds_requests_has_a_queue_as_the_offline_one(held: str) -> None:
+    """The same rule of room and of detours, in the faster time; and nobody is refused."""
+    [entrant] = entrants([f"default+{held}"])
+    queue = PoolQueue.model_validate(_pool(entrant, Fleet(), 2.0)["queue"])
+    told, binding = binding_spec(queue), entrant.binding
+    assert binding is not None
+    assert told.late is binding.late
+    assert told.longest_detour_s == binding.longest_detour_s / 2
+    assert told.room.busy_s == binding.room.busy_s / 2
+    assert queue.classes[0].places > 1_000_000

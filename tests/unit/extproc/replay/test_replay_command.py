@@ -77,6 +77,7 @@ def test_disturbances_are_five_tables() -> None:
         (["--load", "much"], "--load: 'much' is not a number above 0"),
         (["--load", "0"], "is not a number above 0"),
         (["--rate", "1", "--policies", "nobody"], "no preset 'nobody'"),
+        (["--rate", "1", "--first-tokens", "guessed"], "'--first-tokens'"),
         (["--rate", "1", "--hardware", "abacus"], "no hardware 'abacus'; there are: 8b-h100"),
     ],
 )
@@ -85,6 +86,25 @@ def test_what_does_not_go_together_is_refused(arguments: list[str], says: str) -
     result = _run(*arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+@pytest.mark.parametrize("told", ["seen", "timed", "never"])
+def test_how_first_tokens_are_told_is_the_fleets(told: str, tmp_path: Path) -> None:
+    """What it changes: test_offline.py."""
+    file = tmp_path / "all.json"
+    result = _run("--rate", "20", "--policies", "default", "--first-tokens", told, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    assert table["fleet"]["first_tokens"] == told
+
+
+def test_live_first_tokens_are_told_as_they_are() -> None:
+    """There is no choice, and who makes one is told so."""
+    result = _run(
+        "replay", "generated", "--live", "--requests", "20", "--rate", "1", "--first-tokens", "never", small=False
+    )
+    assert result.exit_code == 2
+    assert "--first-tokens is for --offline" in result.output
 
 
 class _Broken(FormulaSpec):
