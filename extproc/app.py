@@ -340,6 +340,7 @@ _FIXED_PARTS = (
     "observe.request_log",
     # parts of Envoy's listener and routes, which stand in its bootstrap
     "wire.response_headers",
+    "timeouts.silence_s",
     "timeouts.stream_idle_s",
     "limits.request_body_bytes",
 )

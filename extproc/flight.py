@@ -63,6 +63,9 @@ class Usage:
 class Completion:
     """How a request went, as the access log tells it. Times in seconds; None where Envoy did not measure it.
 
+    `upstream_s`: from all of it sent to the endpoint until the last byte of the answer; `ttft_s`: the same until the
+    first.
+
     `flags` are Envoy's response flags by name, `status` 0 when no response headers were sent. `failed` says how the
     endpoint failed the request, if it did.
     """
@@ -80,11 +83,17 @@ class Completion:
     response_bytes: int
     usage: Usage | None = None
     path: str = ""
+    upstream_s: float | None = None
 
     @property
     def client_left(self) -> bool:
         """The client ended it. What Envoy then does to the endpoint's connection is not the endpoint's fault."""
         return "downstream_connection_termination" in self.flags or "downstream_remote_reset" in self.flags
+
+    @property
+    def timed_out(self) -> bool:
+        """A time limit ended it."""
+        return "upstream_request_timeout" in self.flags or "stream_idle_timeout" in self.flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +381,9 @@ class Flights:
             placement.ledger.timed(reservation, completion.ttft_s)
         if usage is not None and usage.completion_tokens:
             placement.ledger.answered(usage.completion_tokens)
+            if completion.upstream_s is not None and completion.status == _OK:
+                ttft_s = completion.ttft_s if flight.streamed else None
+                placement.ledger.decoded(reservation, usage.completion_tokens, completion.upstream_s, ttft_s)
         if usage is not None and usage.cached_tokens is not None and usage.prompt_tokens:
             # in the tokens that we count in: a share is right though our count of the prompt is not
             found = usage.cached_tokens / usage.prompt_tokens * reservation.prompt_tokens

@@ -8,6 +8,8 @@ CLUSTER_HEADER = "x-pointsman-cluster"
 FIRST_CHOICE_HEADER = "x-pointsman-endpoint"
 REQUEST_ID_HEADER = "x-pointsman-request-id"
 MODEL_HEADER = "x-pointsman-model"
+STREAMED_HEADER = "x-pointsman-streamed"
+"""The answer is wanted as a stream, so that silence means something."""
 
 CREDENTIAL_HEADERS = ("authorization", "x-api-key")
 """Where clients put their keys and tokens: OpenAI's the first, Anthropic's the second."""
@@ -48,6 +50,7 @@ STRIPPED_HEADERS = (
     "x-pointsman-parent",
     REQUEST_ID_HEADER,
     "x-pointsman-decision",
+    STREAMED_HEADER,
     "x-pointsman-tenant",
 )
 """What no client may send: our own Envoy removes it before anything else reads it."""

@@ -119,6 +119,8 @@ def outcome_of(completion: Completion) -> str:
         return "client_gone"
     if completion.failed is not None:
         return "endpoint_failed"
+    if completion.timed_out:
+        return "timed_out"
     if completion.status >= 400:
         return "client_error"
     return "ok" if completion.status else "no_answer"

@@ -29,7 +29,7 @@ from extproc.observe.request_log import RequestLog
 from extproc.precise import Found, Matcher
 from extproc.precise import apply as apply_found
 from extproc.quotas import Quotas
-from extproc.reply import Answer, Pending, Reply, Route, refuse
+from extproc.reply import Answer, Headers, Pending, Reply, Route, refuse
 from extproc.request.apis import (
     BY_PATH,
     OTHER,
@@ -363,11 +363,20 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            (*target.headers, *asked.generation.engine_priority(target.pool, request)),
+            (
+                *self._terms(target, placement, request, decision),
+                *asked.generation.engine_priority(target.pool, request),
+            ),
             plan.splices,
             target.list_for_all,
             plan.remove_headers + asked.generation.hidden_headers,
         )
+
+    def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
+        """How often it is tried and how long it may take, for Envoy."""
+        context_tokens = float(self._fleet.state.context_tokens[decision.order[0]])
+        rate = placement.ledger.decode_rate
+        return target.terms.headers(request, context_tokens=context_tokens, tokens_per_s=rate)
 
     # -- those that have waited
 

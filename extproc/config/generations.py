@@ -14,15 +14,13 @@ from functools import cached_property
 import msgspec
 
 from extproc.config.schema import Config, Pool
-from extproc.names import CREDENTIAL_HEADERS, RETRY_ON
+from extproc.config.terms import Terms
+from extproc.names import CREDENTIAL_HEADERS
 from extproc.request.bounds import Bounds
 from extproc.request.tokens import TokenRates
 from extproc.request.urgency import ENGINE_PRIORITY_HEADER, Urgency, urgency_of
 from policies.types import InferenceRequest
 from vllm_adapters.health import OURSELVES
-
-_DRAIN_STATUS = 500
-"""What vLLM answers to new requests once it has got SIGTERM, before any byte of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Target:
     rates: TokenRates
     list_length: int
     list_for_all: bool
-    headers: tuple[tuple[str, str], ...]
+    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,9 @@ class Generation:
         """Every name a client may use -> where it leads."""
         targets = {}
         for pool in self.config.pools:
+            terms = Terms(self.config, pool)
             for name, model in (*((m, m) for m in pool.models), *pool.aliases.items()):
-                targets[name] = self._target(pool, model)
+                targets[name] = self._target(pool, model, terms)
         return targets
 
     @cached_property
@@ -88,22 +87,10 @@ class Generation:
         wire = self.config.wire
         return 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
 
-    def _target(self, pool: Pool, model: str) -> Target:
+    def _target(self, pool: Pool, model: str, terms: Terms) -> Target:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
-        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", self._retry_headers(pool))
-
-    def _retry_headers(self, pool: Pool) -> tuple[tuple[str, str], ...]:
-        """Retries as request headers: the same in our own Envoy, and in one whose routes are not ours."""
-        retries = self.config.retries
-        if not retries.attempts:
-            return (("x-envoy-max-retries", "0"),)
-        statuses = sorted({*retries.statuses, *((_DRAIN_STATUS,) if pool.retry_500 else ())})
-        return (
-            ("x-envoy-max-retries", str(retries.attempts)),
-            ("x-envoy-retry-on", RETRY_ON),
-            ("x-envoy-retriable-status-codes", ",".join(map(str, statuses))),
-        )
+        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", terms)
 
     @cached_property
     def hidden_headers(self) -> tuple[str, ...]:

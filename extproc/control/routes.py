@@ -24,6 +24,7 @@ from extproc.names import (
     REQUEST_ID_HEADER,
     RETRY_AFTER_S,
     RETRY_ON,
+    STREAMED_HEADER,
 )
 
 _RESPONSE_HEADERS = {
@@ -48,7 +49,7 @@ def virtual_host(config: Config) -> envoy.VirtualHost:
     return envoy.VirtualHost(
         name="pointsman",
         domains=["*"],
-        routes=[_decided_route(config), _undecided_call(), _undecided_route(config)],
+        routes=[*_decided_routes(config), _undecided_call(), _undecided_route(config)],
         # the upstream log's filter and its entries need to know which attempt they speak of
         include_request_attempt_count=True,
         response_headers_to_add=[set_header(*_RESPONSE_HEADERS[name]) for name in config.wire.response_headers],
@@ -63,14 +64,27 @@ def _http3_offer(config: Config) -> list[envoy.HeaderValueOption]:
     return [set_header("alt-svc", f'h3=":{port}"; ma=86400')]
 
 
-def _decided_route(config: Config) -> envoy.Route:
+def _decided_routes(config: Config) -> list[envoy.Route]:
+    """Streamed answers have a route of their own where silence ends them: a whole one is silent until it is there."""
+    routes = [_decided_route(config, "decided", CLUSTER_HEADER)]
+    if config.timeouts.silence_s is not None:
+        streamed = _decided_route(config, "decided_streamed", CLUSTER_HEADER, STREAMED_HEADER)
+        streamed.route.retry_policy.per_try_idle_timeout.FromTimedelta(timedelta(seconds=config.timeouts.silence_s))
+        routes.insert(0, streamed)
+    return routes
+
+
+def _decided_route(config: Config, name: str, *having: str) -> envoy.Route:
+    """For requests that have these headers."""
     return envoy.Route(
-        name="decided",
-        match=envoy.RouteMatch(prefix="/", headers=[envoy.HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]),
+        name=name,
+        match=envoy.RouteMatch(
+            prefix="/", headers=[envoy.HeaderMatcher(name=header, present_match=True) for header in having]
+        ),
         request_body_buffer_limit=envoy.UInt64Value(value=body_window(config)),
         route=envoy.RouteAction(
             cluster_header=CLUSTER_HEADER,
-            # a total time limit would cut long answers; silence for idle_timeout ends a stream instead
+            # a limit for all would cut long answers: each request brings its own, and silence ends a stream
             timeout=timedelta(0),
             idle_timeout=timedelta(seconds=config.timeouts.stream_idle_s),
             retry_policy=_retry_policy(config),

@@ -133,6 +133,7 @@ def _hastened_profile(profile: Profile, speed: float) -> Profile:
         prefill_tokens_per_s=profile.prefill_tokens_per_s * speed,
         sequence_s=profile.sequence_s / speed,
         kv_token_s=profile.kv_token_s / speed,
+        decode_tokens_per_s=profile.decode_tokens_per_s * speed,
     )
 
 

@@ -36,6 +36,7 @@ class _Body(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    n: Any = None
     cache_salt: Any = None
     user: Any = None
     prompt_cache_key: Any = None
@@ -87,6 +88,7 @@ class Parsed:
     stream: bool = False
     prompt: bytes = b""
     max_tokens: int | None = None
+    choices: int = 1
     cache_salt: str | None = None
     session_key: str | None = None
     stored: Stored | None = None
@@ -132,6 +134,7 @@ def _parsed(api: Api, fields: Any, model: str) -> Parsed:  # noqa: ANN401 - made
         max_tokens=_count(fields.max_completion_tokens)
         or _count(fields.max_output_tokens)
         or _count(fields.max_tokens),
+        choices=_count(fields.n) or 1,
         cache_salt=_text(fields.cache_salt),
         session_key=_text(fields.prompt_cache_key) or _text(fields.user),
         stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
@@ -181,6 +184,7 @@ def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: st
         input_tokens=tokens,
         stream=parsed.stream,
         max_tokens=parsed.max_tokens,
+        choices=parsed.choices,
         prompt=prompt,
         block_hashes=hashes,
         block_tokens=block_tokens(ends, len(prompt), tokens, images, rates.tokens_per_image),

@@ -295,11 +295,11 @@ def _set_destination(
     metadata.fields[DESTINATION_HEADER].string_value = destination
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _route_template(
     phase: Phase, cluster: str, headers: tuple[tuple[str, str], ...], model: str
 ) -> ext_proc.ProcessingResponse:
-    """What two requests for one model have in common; a few per pool, and bounded all the same."""
+    """What requests for one model on the same terms have in common; some dozens per model, and bounded all the same."""
     response = ext_proc.ProcessingResponse()
     common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
     _set_header(common, CLUSTER_HEADER, cluster)
@@ -352,6 +352,13 @@ _ENDPOINT_FAILED = frozenset(
     }
 )
 """Flags that mean the endpoint, not the client, broke the attempt."""
+_TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
+_BUFFERED_BYTES = 32 * 1024
+"""What a gateway takes from an endpoint though its client reads nothing: no buffer limit that we know of is smaller.
+
+A client that does not read looks like an endpoint that does not write. Only below this it must have been the endpoint;
+else any client could have endpoints taken out.
+"""
 
 
 def read_access_log(raw: bytes) -> list[Attempt | Completion | Malformed]:
@@ -404,12 +411,19 @@ def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
     for name in _flags(entry.common_properties):
         if name in _CLIENT_LEFT:
             return None
-        if name in _ENDPOINT_FAILED:
+        if name in _ENDPOINT_FAILED or (name in _TIMED_OUT and _was_asked(entry.common_properties)):
             failed = name
+    if failed in _TIMED_OUT and entry.common_properties.upstream_wire_bytes_received > _BUFFERED_BYTES:
+        return None
     if failed is not None:
         return failed
     status = entry.response.response_code.value
     return f"status_{status}" if status >= 500 else None
+
+
+def _was_asked(common: accesslog_pb2.AccessLogCommon) -> bool:
+    """An endpoint had got all of the request, so that it was its turn."""
+    return bool(common.HasField("time_to_last_upstream_tx_byte"))
 
 
 def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
@@ -428,6 +442,7 @@ def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
         response_bytes=response.response_body_bytes,
         usage=_usage(common),
         path=request.path,
+        upstream_s=_upstream_s(common),
     )
 
 
@@ -455,6 +470,11 @@ def _seconds(common: accesslog_pb2.AccessLogCommon, field: str) -> float | None:
         return None
     span = getattr(common, field)
     return float(span.seconds + span.nanos * 1e-9)
+
+
+def _upstream_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
+    sent, ended = (_seconds(common, f"time_to_last_upstream_{way}_byte") for way in ("tx", "rx"))
+    return None if sent is None or ended is None or ended < sent else ended - sent
 
 
 def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:

@@ -10,6 +10,11 @@ predict. It needs nothing from the engines. Three figures per endpoint matter:
 - the *prefill rate*: work done over time taken, of the last half minute of prefilling, pulled towards the profile's
   by two seconds' worth of it.
 
+And two of the pool's answers: how long they are, and the *decode rate*: the pace that nine in ten of them keep. Time
+limits rest on it (policies/admission/time_limits.py), and must fit the slow ones; a mean would cut those of a pool's
+older half. It is followed in bounded steps, nine times as wide downwards as upwards, so no single reading moves it far,
+and a fleet that gets busier is believed sooner than one that gets idle.
+
 Rejected: exact per-request queues per endpoint. The order inside an engine is its own affair, and sums are enough.
 """
 
@@ -38,6 +43,18 @@ _SHORTEST_S = 1e-4
 _MOST_TIMES_PRIOR = 20.0
 """An observed rate further than this factor from the profile's is a misreading, not a rate."""
 
+_DECODE_STEP = 0.2
+"""A slower answer takes the decode rate down by 0.9 of this, a faster one up by 0.1 of it, in its logarithm."""
+_SLOW_SHARE = 0.1
+"""Of answers that are written more slowly than the decode rate."""
+_FEWEST_TIMED = 8
+"""Tokens after the first: fewer, and the pace is that of the network."""
+_FEWEST_OF_WHOLE = 64
+"""The same where the first token was not seen: fewer, and the pace is that of the prefill."""
+
+_SLOWEST, _FASTEST = 1e-2, 1e6
+"""Tokens per second between which any answer is written."""
+
 _COLUMNS = ("pending", "pending_work", "pending_tokens", "bucket", "bucket_at_s", "rate_work", "rate_time_s", "since_s")
 
 
@@ -58,6 +75,7 @@ class Ledger:
         self.misreadings = 0
         self.outputs = 0.0
         self.output_tokens_sum = 0.0
+        self._decode_rate: float | None = None
         self._size = 0
         self._grow(16)
 
@@ -104,6 +122,19 @@ class Ledger:
         self.outputs = self.outputs * _OUTPUT_MEMORY + 1.0
         self.output_tokens_sum = self.output_tokens_sum * _OUTPUT_MEMORY + output_tokens
 
+    def decoded(self, reservation: Reservation, output_tokens: int, upstream_s: float, ttft_s: float | None) -> None:
+        """Told how long an answer of so many tokens took, from the request sent to its last byte.
+
+        `ttft_s`: of this, until the first token; None where that cannot be seen, as of an answer that came whole. What
+        we expected stands in for it then, and the answer counts half.
+        """
+        tokens = output_tokens / reservation.choices - 1.0
+        whole = ttft_s is None
+        before_s = self._expected_ttft_s(reservation) if ttft_s is None else ttft_s
+        if tokens >= (_FEWEST_OF_WHOLE if whole else _FEWEST_TIMED):
+            pace = tokens / max(upstream_s - before_s, _SHORTEST_S)
+            self._follow(pace, 0.5 * _DECODE_STEP if whole else _DECODE_STEP)
+
     def forget(self, slot: int) -> None:
         """The slot has another endpoint now, or the same one anew: its rate must be learned again."""
         self._reach(slot)
@@ -135,6 +166,11 @@ class Ledger:
         prior_tokens = _PRIOR_REQUESTS * self.profile.output_tokens
         return (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
 
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of one answer, which nine in ten of them reach."""
+        return self.profile.decode_tokens_per_s if self._decode_rate is None else self._decode_rate
+
     def answer_tokens(self, request: InferenceRequest) -> float:
         """How long its answer will be, as far as the request allows it; none where nothing is generated."""
         if request.kind not in _GENERATE:
@@ -143,12 +179,13 @@ class Ledger:
         return expected if request.max_tokens is None else min(expected, float(request.max_tokens))
 
     def learned(self) -> Profile:
-        """The profile with what was learned in its place: rates of all endpoints together, and the answers' length."""
+        """The profile with what was learned in its place: rates of all endpoints together, answers' length and pace."""
         rate = self._with_prior(self.rate_work.sum(), self.rate_time_s.sum())
         return replace(
             self.profile,
             prefill_tokens_per_s=round(float(rate), 1),
             output_tokens=round(self.expected_output_tokens, 1),
+            decode_tokens_per_s=round(self.decode_rate, 2),
         )
 
     # -- inside
@@ -166,6 +203,17 @@ class Ledger:
         kept = math.exp(-time_s / _RATE_MEMORY_S)
         self.rate_work[slot] = self.rate_work[slot] * kept + work
         self.rate_time_s[slot] = self.rate_time_s[slot] * kept + time_s
+
+    def _expected_ttft_s(self, reservation: Reservation) -> float:
+        slot = reservation.slot
+        rate = float(self._with_prior(self.rate_work[slot], self.rate_time_s[slot]))
+        return (reservation.backlog + reservation.work) / rate
+
+    def _follow(self, pace: float, step: float) -> None:
+        """Move the decode rate one step towards being what nine in ten exceed."""
+        rate = self.decode_rate
+        moved = rate * math.exp(step * (_SLOW_SHARE - (pace < rate)))
+        self._decode_rate = min(max(moved, _SLOWEST), _FASTEST)
 
     def _done(self, reservation: Reservation, now_s: float) -> None:
         slot = reservation.slot

@@ -175,7 +175,7 @@ class Placement:
 
     def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
         blocks, tokens = self._blocks_of(request)
-        reservation.blocks = blocks
+        reservation.blocks, reservation.choices = blocks, request.choices
         reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -350,6 +352,29 @@ def test_the_entry_says_who_served(house: House) -> None:
     before = quiet.served_by
     house.flights.on_completion(completion_of(quiet, None))
     assert quiet.served_by == before
+
+
+@pytest.mark.parametrize(
+    ("streamed", "changed", "learns"),
+    [
+        (True, {}, 1.0),
+        (False, {}, 0.5),
+        (True, {"failed": "upstream_remote_reset"}, 0.0),
+        (True, {"status": 400}, 0.0),
+        (True, {"usage": None}, 0.0),
+        (True, {"upstream_s": None}, 0.0),
+    ],
+    ids=["streamed", "whole", "failed", "refused", "no usage", "not measured"],
+)
+def test_an_answers_pace_is_learned_from_its_entry(
+    house: House, changed: dict[str, object], learns: float, *, streamed: bool
+) -> None:
+    """100 tokens in 10 s are slower than the profile's 50 a second: a step down for a stream, half for a whole."""
+    ledger, flight = house.placement.ledger, house.start()
+    flight.streamed = streamed
+    told = replace(completion_of(flight), upstream_s=10.0, usage=Usage(1, 101, None))
+    house.flights.on_completion(replace(told, **changed))  # type: ignore[arg-type]
+    assert math.log(ledger.decode_rate / 50.0) == pytest.approx(-0.18 * learns)
 
 
 def test_overdue_entries_are_given_up(house: House) -> None:

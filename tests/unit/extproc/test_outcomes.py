@@ -100,6 +100,12 @@ class House:
         ({"status": 200, "flags": ("downstream_remote_reset",)}, "client_gone"),
         ({"status": 0, "flags": ("downstream_remote_reset",), "failed": "upstream_remote_reset"}, "client_gone"),
         ({"status": 503, "flags": ("no_healthy_upstream",), "failed": "status_503"}, "no_known_address"),
+        (
+            {"status": 200, "flags": ("upstream_request_timeout",), "failed": "upstream_request_timeout"},
+            "endpoint_failed",
+        ),
+        ({"status": 200, "flags": ("upstream_request_timeout",)}, "timed_out"),
+        ({"status": 200, "flags": ("stream_idle_timeout",)}, "timed_out"),
         ({"status": 0}, "no_answer"),
     ],
 )

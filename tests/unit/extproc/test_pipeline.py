@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from extproc.access.gate import gate_of
 from extproc.access.keys import digest_of
-from extproc.config.generations import RETRY_ON, Generation
+from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.config.sections import observing
 from extproc.config.sections.callers import Access
@@ -33,6 +33,7 @@ from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
 from policies.placement.policy import FormulaSpec, Scored
 from policies.placement.view import View
+from policies.types import Reservation
 from vllm_adapters.health import Listing
 
 CONFIG = """
@@ -230,19 +231,36 @@ def house() -> House:
 
 
 def test_a_request_goes_to_its_models_pool(house: House) -> None:
-    """The pool's cluster, its endpoints in order of preference, the retry headers, our id, and no edit."""
+    """The pool's cluster, its endpoints in order of preference, the terms, our id, and no edit."""
     route = house.ask(chat())
     assert isinstance(route, Route)
     assert route.cluster == "pool_chat"
     assert sorted(route.addresses) == sorted(CHAT_ADDRESSES)
     assert route.request_id == house.flight.request_id
     assert route.model == "served"
-    assert dict(route.headers) == {
-        "x-envoy-max-retries": "1",
-        "x-envoy-retry-on": RETRY_ON,
-        "x-envoy-retriable-status-codes": "500,502,503",
+    assert dict(route.headers).keys() == {
+        "x-envoy-max-retries",
+        "x-envoy-retry-on",
+        "x-envoy-retriable-status-codes",
+        "x-envoy-upstream-rq-timeout-ms",
     }
     assert route.splices == ()
+
+
+def test_a_limit_on_time_fits_the_engine_chosen_and_what_the_pool_has_learned(house: House) -> None:
+    """Its context where the request names no length; the pace that answers had of late."""
+
+    def limit_ms() -> int:
+        route = house.ask(chat())
+        assert isinstance(route, Route)
+        house.flight.close()
+        return int(dict(route.headers)["x-envoy-upstream-rq-timeout-ms"])
+
+    at_first = limit_ms()
+    assert 3_600_000 <= at_first <= 1.25 * 3_600_000  # 600 s and 1.5 x 100,000 tokens at 50 a second
+    for _ in range(200):
+        house.fleet.placements["chat"].ledger.decoded(Reservation(0, 1, 10, 10), 2_000, 21.0, 1.0)
+    assert limit_ms() < 0.8 * at_first
 
 
 def test_a_pool_in_anothers_cluster_is_routed_there(house: House) -> None:
@@ -358,7 +376,8 @@ def test_no_retries_are_said_so() -> None:
     """Zero must be sent, or the route's own default applies."""
     route = House("retries: {attempts: 0}\n" + CONFIG).ask(chat())
     assert isinstance(route, Route)
-    assert route.headers == (("x-envoy-max-retries", "0"),)
+    assert dict(route.headers)["x-envoy-max-retries"] == "0"
+    assert "x-envoy-retry-on" not in dict(route.headers)
 
 
 def test_text_completions_are_routed_alike(house: House) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from extproc.config.generations import RETRY_ON, Generation
+from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.config.pool_policies import build_policy, policy_of, presets
 from extproc.request.tokens import TokenRates
@@ -58,14 +58,11 @@ def test_how_many_endpoints_are_named_is_a_setting(wire: str, length: int) -> No
     assert generation(wire).targets["a"].list_length == length
 
 
-def test_retries_are_told_in_headers() -> None:
-    """Number, kinds and statuses."""
-    headers = generation("retries: {attempts: 2, statuses: [500, 503]}").targets["a"].headers
-    assert headers == (
-        ("x-envoy-max-retries", "2"),
-        ("x-envoy-retry-on", RETRY_ON),
-        ("x-envoy-retriable-status-codes", "500,503"),
-    )
+def test_names_of_one_pool_share_its_terms() -> None:
+    """So that there are few sets of headers to render."""
+    targets = generation().targets
+    assert targets["a"].terms is targets["y"].terms
+    assert targets["a"].terms is not targets["c"].terms
 
 
 def test_the_model_list_stays_the_same_within_a_generation() -> None:

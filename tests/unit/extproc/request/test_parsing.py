@@ -119,6 +119,12 @@ def test_max_tokens_is_a_count_or_nothing(fields: dict[str, Any], max_tokens: in
     assert parsed(json.dumps({"model": "m", "messages": [], **fields}).encode()).max_tokens == max_tokens
 
 
+@pytest.mark.parametrize(("n", "choices"), [(3, 3), (1, 1), (None, 1), (0, 1), ("4", 1), (True, 1)])
+def test_choices_are_counted(n: object, choices: int) -> None:
+    """One where the body does not say, or says nonsense."""
+    assert parsed(json.dumps({"model": "m", "messages": [], "n": n}).encode()).choices == choices
+
+
 @pytest.mark.parametrize(("value", "stream"), [("true", True), ("false", False), ("1", False), ('"yes"', False)])
 def test_only_true_means_stream(value: str, *, stream: bool) -> None:
     """Anything but JSON's true is not a stream to us."""

@@ -300,6 +300,8 @@ def test_a_finished_request_is_a_completion() -> None:
     entry = entry_of(DOWNSTREAM_END)
     common = entry.common_properties
     common.duration.FromNanoseconds(2_500_000_000)
+    common.time_to_last_upstream_tx_byte.FromNanoseconds(300_000_000)
+    common.time_to_last_upstream_rx_byte.FromNanoseconds(2_400_000_000)
     common.upstream_request_attempt_count = 2
     common.custom_tags["ttft_us"] = "125000"
     entry.response.response_code_details = "via_upstream"
@@ -319,6 +321,7 @@ def test_a_finished_request_is_a_completion() -> None:
         request_bytes=300,
         response_bytes=4_000,
         usage=None,
+        upstream_s=pytest.approx(2.1),
     )
 
 
@@ -328,6 +331,7 @@ def test_figures_envoy_did_not_measure_are_none() -> None:
     assert isinstance(completion, Completion)
     assert (completion.status, completion.address) == (0, None)
     assert (completion.duration_s, completion.ttft_s, completion.usage) == (None, None, None)
+    assert completion.upstream_s is None
 
 
 @pytest.mark.parametrize("tag", ["", "-", "-5", "1.5", "²", "٣"])
@@ -400,6 +404,26 @@ def test_other_flags_are_not_held_against_an_endpoint(flag: str) -> None:
     [told] = logged(entry_of(DOWNSTREAM_END, status=None, **{flag: True}))
     assert isinstance(told, Completion)
     assert (told.failed, told.flags) == (None, (flag,))
+
+
+@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
+@pytest.mark.parametrize("flag", ["upstream_request_timeout", "stream_idle_timeout"])
+@pytest.mark.parametrize(("received_bytes", "charged"), [(0, True), (32 * 1024, True), (32 * 1024 + 1, False)])
+def test_an_answer_whose_client_may_not_have_read_is_held_against_nobody(
+    kind: int, flag: str, received_bytes: int, *, charged: bool
+) -> None:
+    """Silence after more bytes than buffers take may be the client's doing; below that it cannot be."""
+    entry = entry_of(kind, **{flag: True})
+    entry.common_properties.time_to_last_upstream_tx_byte.FromNanoseconds(1)
+    entry.common_properties.upstream_wire_bytes_received = received_bytes
+    [told] = logged(entry)
+    assert told.failed == (flag if charged else None)
+
+
+def test_a_request_that_fell_silent_before_an_endpoint_had_it_is_held_against_nobody() -> None:
+    """Its client did not send it to the end."""
+    [told] = logged(entry_of(DOWNSTREAM_END, stream_idle_timeout=True))
+    assert told.failed is None
 
 
 @pytest.mark.parametrize(

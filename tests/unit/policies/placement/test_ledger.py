@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -109,6 +111,78 @@ def test_what_was_learned_is_a_profile_again() -> None:
     assert learned.prefill_tokens_per_s == pytest.approx(2_000, rel=0.1)
     assert learned.output_tokens == pytest.approx((80 * 80 + 20 * 300) / 100, rel=0.02)
     assert replace(learned, prefill_tokens_per_s=1_000.0, output_tokens=300.0) == _PROFILE
+
+
+def _decoded(ledger: Ledger, tokens: int, upstream_s: float, *, ttft_s: float | None = 0.0, choices: int = 1) -> None:
+    reservation = Reservation(0, 1, 100, 100, choices=choices)
+    ledger.decoded(reservation, tokens, upstream_s, ttft_s)
+
+
+def test_the_decode_rate_is_the_profiles_until_it_is_learned() -> None:
+    """Then it is what nine answers in ten reach: here they have 20 to 120 tokens a second."""
+    ledger, rng = Ledger(replace(_PROFILE, decode_tokens_per_s=200.0)), Random(3)
+    assert ledger.decode_rate == 200
+    seen = []
+    for turn in range(3_000):
+        _decoded(ledger, 101, 100 / rng.uniform(20, 120) + 2.0, ttft_s=2.0)
+        if turn > 1_000:
+            seen.append(ledger.decode_rate)
+    assert min(seen) >= 20 * 0.83
+    assert sum(seen) / len(seen) == pytest.approx(30, rel=0.2)
+    assert ledger.learned().decode_tokens_per_s == pytest.approx(ledger.decode_rate, abs=0.01)
+
+
+@pytest.mark.parametrize("upstream_s", [0.0, 1e-9, 1e9])
+def test_a_single_misreading_hardly_moves_the_decode_rate(upstream_s: float) -> None:
+    """A clock that jumped, a client that read slowly: at most a sixth."""
+    ledger = Ledger(replace(_PROFILE, decode_tokens_per_s=50.0))
+    _decoded(ledger, 1_000, upstream_s)
+    assert 50 * 0.83 <= ledger.decode_rate <= 50 * 1.03
+
+
+def test_a_fleet_that_slows_down_is_believed_sooner_than_one_that_speeds_up() -> None:
+    """A limit that is too short cuts answers; one that is too long only waits."""
+    slowed, sped = (Ledger(replace(_PROFILE, decode_tokens_per_s=rate)) for rate in (50.0, 5.0))
+    for _ in range(15):
+        _decoded(slowed, 101, 20.0)
+        _decoded(sped, 101, 2.0)
+    assert slowed.decode_rate < 6
+    assert sped.decode_rate < 7
+
+
+@pytest.mark.parametrize(("tokens", "ttft_s"), [(8, 0.0), (64, None), (0, 0.0)], ids=["streamed", "whole", "none"])
+def test_a_short_answer_says_nothing_of_the_decode_rate(tokens: int, ttft_s: float | None) -> None:
+    """Its time is the network's, or the prefill's where the first token was not seen."""
+    ledger = Ledger(replace(_PROFILE, decode_tokens_per_s=50.0))
+    _decoded(ledger, tokens, 1_000.0, ttft_s=ttft_s)
+    assert ledger.decode_rate == 50
+
+
+def test_of_a_whole_answer_what_was_expected_of_its_prefill_is_taken_off() -> None:
+    """2,000 tokens at 1,000 a second before it: 100 tokens in 12 s are 10 a second, not 8; and it counts half."""
+    ledgers = [Ledger(replace(_PROFILE, decode_tokens_per_s=9.0)) for _ in range(2)]
+    for ledger, ttft_s in zip(ledgers, (2.0, None), strict=True):
+        ledger.decoded(_placed(ledger, 0, 2_000, 0.0), 101, 12.0, ttft_s)
+    seen, whole = (math.log(ledger.decode_rate / 9.0) for ledger in ledgers)
+    assert seen > 0
+    assert whole == pytest.approx(seen / 2)
+
+
+def test_answers_made_side_by_side_are_not_one_fast_answer() -> None:
+    """`n: 4` brings four times the tokens in the same time."""
+    ledger = Ledger(replace(_PROFILE, decode_tokens_per_s=50.0))
+    for _ in range(20):
+        _decoded(ledger, 404, 20.0, choices=4)
+    assert ledger.decode_rate < 6
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31), st.floats(0, 1e12), st.none() | st.floats(0, 1e12)), max_size=50))
+def test_the_decode_rate_is_always_one_that_can_be(answers: list[tuple[int, float, float | None]]) -> None:
+    """Whatever the access log says."""
+    ledger = Ledger(_PROFILE)
+    for tokens, upstream_s, ttft_s in answers:
+        _decoded(ledger, tokens, upstream_s, ttft_s=ttft_s)
+        assert 1e-2 <= ledger.decode_rate <= 1e6
 
 
 def test_the_length_of_answers_is_the_profiles_until_it_is_known() -> None:
