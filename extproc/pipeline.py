@@ -243,7 +243,7 @@ class Pipeline:
         self._events.answered("models")
         if self._request_log is not None:
             self._request_log.answered(flight, path_of(headers))
-        return Answer(200, generation.models_body(flight.tenant), reason="models")
+        return Answer(200, generation.space_of(flight.tenant).models_body, reason="models")
 
     def _look_up(
         self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None, plan: Plan

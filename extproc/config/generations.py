@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 
+from extproc.config.pool_policies import name_for
 from extproc.config.schema import Config, Pool
+from extproc.config.sections.callers import Quota
+from extproc.config.spaces import sections, seen_by
 from extproc.config.terms import Terms
 from extproc.names import CREDENTIAL_HEADERS
 from extproc.request.bounds import Bounds
@@ -33,6 +36,33 @@ class Target:
     list_length: int
     list_for_all: bool
     terms: Terms
+
+
+@dataclass(frozen=True)
+class Space:
+    """What of the fleet there is for a tenant, or for everybody: names it may use, and where they lead.
+
+    `policies`: pool -> the name of the policy that its requests are placed by there, where that is not the pool's own.
+    """
+
+    targets: Mapping[str, Target]
+    default_model: str | None
+    pools: frozenset[str] | None = None
+    policies: Mapping[str, str] = field(default_factory=dict)
+
+    def sees(self, target: Target) -> bool:
+        """Whether a pool exists here."""
+        return self.pools is None or target.pool.name in self.pools
+
+    @cached_property
+    def models_body(self) -> bytes:
+        """The answer to GET /v1/models: every model and alias, in OpenAI's form."""
+        created = int(time.time())
+        entries = [
+            {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
+            for name, target in self.targets.items()
+        ]
+        return msgspec.json.encode({"object": "list", "data": entries})
 
 
 @dataclass(frozen=True)
@@ -99,14 +129,28 @@ class Generation:
         ours = access.takes_keys or access.jwt is not None
         return CREDENTIAL_HEADERS if ours and not access.forward_credentials else ()
 
-    def sees(self, tenant: str | None, target: Target) -> bool:
-        """Whether a pool exists for this tenant."""
-        pools = self._pools_seen_by(tenant)
-        return pools is None or target.pool.name in pools
-
-    def _pools_seen_by(self, tenant: str | None) -> tuple[str, ...] | None:
+    def space_of(self, tenant: str | None) -> Space:
+        """What of the fleet there is for this tenant."""
         tenants = self.config.tenants
-        return None if tenants is None or tenant is None else tenants.of(tenant).pools
+        if tenants is None or tenant is None:
+            return self._whole
+        return self._spaces[f"named.{tenant}" if tenant in tenants.named else "default"]
+
+    @cached_property
+    def _whole(self) -> Space:
+        return Space(self.targets, self.config.routing.default_model)
+
+    @cached_property
+    def _spaces(self) -> dict[str, Space]:
+        return {where: self._space(where, quota) for where, quota in sections(self.config.tenants)}
+
+    def _space(self, where: str, quota: Quota) -> Space:
+        seen = {pool.name for pool in seen_by(quota, self.config.pools)}
+        targets = {name: target for name, target in self.targets.items() if target.pool.name in seen}
+        targets |= {alias: self.targets[model] for alias, model in quota.aliases.items()}
+        default = quota.default_model or self.config.routing.default_model
+        policies = {pool: name_for(policy, where) for pool, policy in quota.policies.items()}
+        return Space(targets, default if default in targets else None, frozenset(seen), policies)
 
     def urgency_of(self, headers: Mapping[str, str], pool: Pool, tenant: str | None) -> Urgency | None:
         """A request's class and priority in the pool's queue; None if it names a class that is none of it."""
@@ -138,25 +182,3 @@ class Generation:
         """Whether a tenant's streams are asked for their usage by us, if not by the client."""
         tenants = self.config.tenants
         return tenants is not None and tenant is not None and tenants.usage == "inject"
-
-    def models_body(self, tenant: str | None = None) -> bytes:
-        """The answer to GET /v1/models: every model and alias that a tenant sees, in OpenAI's form."""
-        pools = self._pools_seen_by(tenant)
-        body = self._models_bodies.get(pools)
-        if body is None:
-            body = self._models_bodies[pools] = self._models_body(pools)
-        return body
-
-    @cached_property
-    def _models_bodies(self) -> dict[tuple[str, ...] | None, bytes]:
-        """By the pools seen, of which there are as many sets as the config writes down."""
-        return {}
-
-    def _models_body(self, pools: tuple[str, ...] | None) -> bytes:
-        created = int(time.time())
-        entries = [
-            {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
-            for name, target in self.targets.items()
-            if pools is None or target.pool.name in pools
-        ]
-        return msgspec.json.encode({"object": "list", "data": entries})

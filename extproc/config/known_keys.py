@@ -24,7 +24,9 @@ def _schema() -> dict[str, Any]:
 
 
 def _below(branch: dict[str, Any], part: int | str) -> Iterator[dict[str, Any]]:
-    found = branch.get("items") if isinstance(part, int) else branch.get("properties", {}).get(part)
+    # a mapping by names that are the operator's, with a pattern for them or without
+    named = next(iter(branch.get("patternProperties", {}).values()), branch.get("additionalProperties") or None)
+    found = branch.get("items") if isinstance(part, int) else branch.get("properties", {}).get(part, named)
     if found is not None:
         yield from _branches(found)
 

@@ -10,11 +10,12 @@ from pydantic import BaseModel, ValidationError
 from extproc.config.known_keys import keys_at
 from extproc.config.near_misses import did_you_mean
 from extproc.config.policy_kinds import KINDS
-from extproc.config.pool_policies import build_policy, profile_of
+from extproc.config.pool_policies import build_policy, check_tenant_policies, profile_of
 from extproc.config.schema import Config, Pool
 from extproc.config.sections.callers import Access
 from extproc.config.sections.listen import Tls
 from extproc.config.sections.observing import Observe
+from extproc.config.spaces import sections
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=BaseModel)
@@ -134,6 +135,11 @@ def _check_policies(config: Config, source: str) -> None:
                 make(pool)
             except ValueError as error:
                 faults.append(f"{source}: pools[{position}].{part}: {error}")
+    for where, quota in sections(config.tenants):
+        try:
+            check_tenant_policies(quota, where)
+        except ValueError as error:
+            faults.append(f"{source}: tenants.{where}.policies.{error}")
     if faults:
         raise ConfigError("\n".join(faults))
 

@@ -5,7 +5,8 @@ Not here: what policies do (policies.placement).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter
 from extproc.config.near_misses import unknown
 from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.schema import Pool
+from extproc.config.sections.callers import Quota
 from extproc.config.third_party import spec_of
 from extproc.config.yaml_text import parse_yaml
 from policies.placement.filters import FILTERS
@@ -34,11 +36,15 @@ def presets() -> dict[str, PolicySpec]:
 
 def policy_of(pool: Pool) -> PolicySpec:
     """The policy a pool names or spells out. Raises ValueError for an unknown preset, or one that is not installed."""
-    if isinstance(pool.policy, CustomPolicy):
-        return spec_of(pool.policy)
-    if not isinstance(pool.policy, str):
-        return pool.policy
-    return _named("preset", pool.policy, _presets())
+    return _spec_of(pool.policy)
+
+
+def _spec_of(policy: str | Policy) -> PolicySpec:
+    if isinstance(policy, CustomPolicy):
+        return spec_of(policy)
+    if not isinstance(policy, str):
+        return policy
+    return _named("preset", policy, _presets())
 
 
 def profile_of(pool: Pool) -> Profile:
@@ -48,7 +54,40 @@ def profile_of(pool: Pool) -> Profile:
 
 def build_policy(pool: Pool) -> BuiltPolicy:
     """The pool's policy object. Raises ValueError for an unknown preset or part."""
-    return build(policy_of(pool), _shown_name(pool))
+    return build(policy_of(pool), _shown_name(pool.policy))
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPolicy:
+    """A policy that some tenants have in a pool instead of the pool's own. `name`: what decisions show."""
+
+    pool: str
+    name: str
+    spec: PolicySpec
+
+
+def tenant_policies(quota: Quota, where: str) -> Iterator[TenantPolicy]:
+    """Those of one section of `tenants`. Raises ValueError as `policy_of`, beginning with the pool that it is for."""
+    for pool, policy in quota.policies.items():
+        try:
+            yield TenantPolicy(pool, name_for(policy, where), _spec_of(policy))
+        except ValueError as error:
+            raise ValueError(f"{pool}: {error}") from error
+
+
+def check_tenant_policies(quota: Quota, where: str) -> None:
+    """Raise ValueError for the first that cannot be built, beginning with the pool that it is for."""
+    for one in tenant_policies(quota, where):
+        try:
+            build(one.spec, one.name)
+        except ValueError as error:
+            raise ValueError(f"{one.pool}: {error}") from error
+
+
+def name_for(policy: str | Policy, where: str) -> str:
+    """What a policy of a section of `tenants` is called: a preset by its name, others by whose they are as well."""
+    owner = where.removeprefix("named.") if where.startswith("named.") else f"tenants.{where}"
+    return policy if isinstance(policy, str) else f"{_shown_name(policy)} of {owner}"
 
 
 def build(spec: PolicySpec, name: str) -> BuiltPolicy:
@@ -72,11 +111,11 @@ def _refuse_parts(what: str, names: Iterable[str], known: Collection[str]) -> No
         raise ValueError("; ".join(faults))
 
 
-def _shown_name(pool: Pool) -> str:
-    """What metrics and decisions call the pool's policy."""
-    if isinstance(pool.policy, CustomPolicy):
-        return pool.policy.name
-    return pool.policy if isinstance(pool.policy, str) else "inline"
+def _shown_name(policy: str | Policy) -> str:
+    """What metrics and decisions call a policy."""
+    if isinstance(policy, CustomPolicy):
+        return policy.name
+    return policy if isinstance(policy, str) else "inline"
 
 
 @cache

@@ -21,6 +21,7 @@ from extproc.config.sections.prefix_index import PreciseIndex, PrefixIndex
 from extproc.config.sections.queueing import PoolQueue
 from extproc.config.sections.upstream import Retries, Timeouts, Wire
 from extproc.config.sections.watching import Probe, Scrape
+from extproc.config.spaces import check_spaces
 from extproc.names import STRIPPED_HEADERS
 from policies.placement.profiles import Profile
 
@@ -175,10 +176,7 @@ class Config(Model):
             return self
         if not self.access.guarded:
             raise ValueError("tenants: without `access` no request has a tenant, and no quota would ever apply")
-        pools = {pool.name for pool in self.pools}
-        for where, quota in (("default", self.tenants.default), *self.tenants.named.items()):
-            if unknown := sorted(set(quota.pools or ()) - pools):
-                raise ValueError(f"tenants: {where} sees pool {unknown[0]!r}; there are: {sorted(pools)}")
+        check_spaces(self.tenants, self.pools)
         return self
 
     @model_validator(mode="after")

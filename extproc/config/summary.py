@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.config.policy_kinds import CustomPolicy
+from extproc.config.policy_kinds import CustomPolicy, Policy
 from extproc.config.pool_policies import policy_of
-from extproc.config.schema import Config, Pool
+from extproc.config.schema import Config
 from extproc.config.sections.callers import Access
 from extproc.config.sections.endpoint_sources import Endpoints, Kubernetes
+from extproc.config.spaces import sections, seen_by
 from policies.placement.scorers import AFFINITY_SCORERS
 from policies.placement.weighted import WeightedSpec, bounded_weights
 
@@ -16,11 +17,26 @@ from policies.placement.weighted import WeightedSpec, bounded_weights
 def pool_lines(config: Config) -> Iterator[str]:
     """Each pool in a line, and one more for each weight that does not count as it is written."""
     for pool in config.pools:
-        shown = f"models {', '.join(pool.models)}; endpoints: {_source(pool.endpoints)}; policy: {_policy(pool)}"
+        shown = f"models {', '.join(pool.models)}; endpoints: {_source(pool.endpoints)}; policy: {_policy(pool.policy)}"
         yield f"pool {pool.name}: {shown}"
         spec = policy_of(pool)
         if isinstance(spec, WeightedSpec):
             yield from (f"pool {pool.name}: {line}" for line in _bounded(spec))
+
+
+def tenant_lines(config: Config) -> Iterator[str]:
+    """Each tenant whose view of the fleet is its own, in a line."""
+    for where, quota in sections(config.tenants):
+        own = (
+            ", ".join(f"{alias} is {model}" for alias, model in sorted(quota.aliases.items())),
+            f"without a model: {quota.default_model}" if quota.default_model else "",
+            "policies: " * bool(quota.policies) + ", ".join(f"{n} {_policy(p)}" for n, p in quota.policies.items()),
+        )
+        if quota.pools is None and not any(own):
+            continue
+        who = "tenants not named" if where == "default" else f"tenant {where.removeprefix('named.')}"
+        sees = f"sees {', '.join(pool.name for pool in seen_by(quota, config.pools))}"
+        yield f"{who}: {'; '.join(filter(None, (sees, *own)))}"
 
 
 def access_line(access: Access, keys: int) -> str:
@@ -36,10 +52,10 @@ def access_line(access: Access, keys: int) -> str:
     return f"access: {'; '.join(filter(None, sources))}"
 
 
-def _policy(pool: Pool) -> str:
-    if isinstance(pool.policy, CustomPolicy):
-        return f"custom ({pool.policy.name})"
-    return pool.policy if isinstance(pool.policy, str) else f"inline ({pool.policy.kind})"
+def _policy(policy: str | Policy) -> str:
+    if isinstance(policy, CustomPolicy):
+        return f"custom ({policy.name})"
+    return policy if isinstance(policy, str) else f"inline ({policy.kind})"
 
 
 def _source(endpoints: Endpoints) -> str:

@@ -17,21 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import structlog
 
 from extproc.config.generations import Generation
-from extproc.config.pool_policies import build_policy, policy_of, profile_of
-from extproc.config.schema import Pool
+from extproc.config.pool_policies import build, build_policy, policy_of, profile_of, tenant_policies
+from extproc.config.schema import Config, Pool
+from extproc.config.spaces import sections
 from extproc.fleet.discovery.endpoints import Discovered, as_discovered
 from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.kv_forecast import KvForecast
 from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
 from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
-from policies.placement.policy import Policy
+from policies.placement.policy import Policy, PolicySpec
 from policies.placement.prefix_index import PrefixIndex
 from vllm_adapters.dcgm import GpuLoad
 from vllm_adapters.health import Listing
@@ -53,6 +54,8 @@ _OPERATOR = "operator"
 _ENGINE = "engine"
 _SILENCE_S = 3 * HEARTBEAT_S
 """An engine that pushes its figures and whose figures do not change is heard of so often."""
+_ForSome: TypeAlias = tuple[PolicySpec, Policy]
+"""A policy that some tenants have in a pool, behind what it was built from."""
 _AT_WORK_S = 2.0
 """A step seen so recently says that an engine works: a batch of long prompts takes less."""
 
@@ -139,6 +142,7 @@ class Fleet:
         self._kv_alarm = 1.0
         self._asks_gpus = False
         self._zone: str | None = None
+        self._for_some: dict[tuple[str, str], _ForSome] = {}
 
     # -- configuration and discovery
 
@@ -146,6 +150,7 @@ class Fleet:
         """Take a new generation: pools come and go, policies change, indexes and counts stay."""
         config = generation.config
         policies = [build_policy(pool) for pool in config.pools]  # first, since a third party's may fail
+        for_some = self._built_for_some(config)
         probe = config.probe
         self._thresholds = Thresholds(
             probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
@@ -163,12 +168,27 @@ class Fleet:
         published = self.assignments()
         for pool, policy in zip(config.pools, policies, strict=True):
             self._configure_pool(pool, policy)
+            self.placements[pool.name].use_for_some(
+                {name: (built, spec.filters) for (at, name), (spec, built) in for_some.items() if at == pool.name}
+            )
+        self._for_some = for_some
         for name in set(self._pools) - {pool.name for pool in config.pools}:
             self._remove_pool(name)
         self._let_clusters_leave(published)
         for member in self._members.values():
             self._apply_capacity(member)
         self.on_assignments()
+
+    def _built_for_some(self, config: Config) -> dict[tuple[str, str], _ForSome]:
+        """The policies that tenants have instead of pools'. One that has not changed stays, with what it remembers."""
+        built = {}
+        for where, quota in sections(config.tenants):
+            for one in tenant_policies(quota, where):
+                kept = self._for_some.get((one.pool, one.name))
+                if kept is None or kept[0] != one.spec:
+                    kept = one.spec, build(one.spec, one.name)
+                built[one.pool, one.name] = kept
+        return built
 
     def _remove_pool(self, name: str) -> None:
         for member in [member for member in self._members.values() if name in member.pools]:

@@ -68,7 +68,11 @@ class Plan:
 def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     """Read the request. A Refusal for one that leads nowhere, or where its tenant sees nothing."""
     plan = _READERS[incoming.api.model_in](generation, stored, incoming)
-    if isinstance(plan, Refusal) or generation.sees(incoming.tenant, plan.target):
+    if isinstance(plan, Refusal):
+        return plan
+    space = generation.space_of(incoming.tenant)
+    if space.sees(plan.target):
+        plan.request.policy = space.policies.get(plan.target.pool.name)
         return plan
     if incoming.api.model_in is ModelIn.PATH:
         return unknown_path(path_of(incoming.headers))
@@ -79,14 +83,14 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 
 
 def _from_json(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    default = generation.config.routing.default_model
+    default = generation.space_of(incoming.tenant).default_model
     return _from_body(
         generation, stored, incoming, lambda plain: parse_body(incoming.api, plain, default, generation.bounds)
     )
 
 
 def _from_form(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    default = generation.config.routing.default_model
+    default = generation.space_of(incoming.tenant).default_model
     content_type = incoming.headers.get("content-type", "")
     return _from_body(
         generation, stored, incoming, lambda plain: parse_form(incoming.api, content_type, plain, default)
@@ -105,7 +109,7 @@ def _from_body(
     parsed = parse(plain)
     if isinstance(parsed, Refusal):
         return parsed
-    target = generation.targets.get(parsed.model)
+    target = generation.space_of(incoming.tenant).targets.get(parsed.model)
     if target is None:
         return _unknown_model(parsed.model)
     request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
@@ -193,10 +197,11 @@ def _stay_with_previous(
 def _from_query(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     query = incoming.headers.get(":path", "").partition("?")[2]
     named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS, errors="replace").get("model", [""])[0]
-    model = named or generation.config.routing.default_model
+    space = generation.space_of(incoming.tenant)
+    model = named or space.default_model
     if not model:
         return no_model()
-    target = generation.targets.get(model)
+    target = space.targets.get(model)
     return _unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
 
 

@@ -6,11 +6,12 @@ already finds the first one's blocks in the index and its load on the endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import isfinite
 from random import Random
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from policies.types import Choice, Decision, Fallback, Filtered, Floats, Inferen
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
+_Filters: TypeAlias = list[tuple[str, Filter]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Placement:
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
         self._own_blocks = count(-1, -1)  # no hash is negative
+        self._for_some: dict[str, tuple[Policy, _Filters]] = {}
         self.use(policy, filters=filters)
 
     def use(self, policy: Policy, *, filters: Iterable[str] = (), index_tokens: int | None = None) -> None:
@@ -63,13 +66,18 @@ class Placement:
 
         `index_tokens`: what the index holds of an endpoint, if not what its cache holds.
         """
-        names = dict.fromkeys((*_ALWAYS, *filters))
-        unknown = [name for name in names if name not in FILTERS]
-        if unknown:
-            raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")
-        self._filters: list[tuple[str, Filter]] = [(name, FILTERS[name]) for name in names]
+        self._filters = _filters(filters)
         self.policy = policy
         self.index_tokens = index_tokens
+
+    def use_for_some(self, policies: Mapping[str, tuple[Policy, Iterable[str]]]) -> None:
+        """Have exactly these policies, each with its filters, for the requests that name them. All else is shared."""
+        self._for_some = {name: (policy, _filters(filters)) for name, (policy, filters) in policies.items()}
+
+    def _way(self, request: InferenceRequest) -> tuple[Policy, _Filters]:
+        """By what a request is placed. One that names a policy which is gone is placed by the pool's."""
+        own = self.policy, self._filters
+        return own if request.policy is None else self._for_some.get(request.policy, own)
 
     def set_members(self, slots: Iterable[int]) -> None:
         """The slots that belong to the pool; those that left lose their prefix credit."""
@@ -116,17 +124,18 @@ class Placement:
             filtered = (*filtered, *_named("room", crowded))
         if not len(view.slots):
             return Unplaceable(filtered)
-        ranking = self.policy.rank(view, length)
+        policy, _ = self._way(request)
+        ranking = policy.rank(view, length)
         if crowded is not None and len(crowded.slots) and len(ranking.order) < length:
-            ranking.order = [*ranking.order, *self.policy.rank(crowded, length - len(ranking.order)).order]
+            ranking.order = [*ranking.order, *policy.rank(crowded, length - len(ranking.order)).order]
         first = int(view.slots.searchsorted(ranking.order[0]))
         addresses = state.addresses
         if not isfinite(ranking.scores[first]):
             told = f"{addresses[ranking.order[0]]} with a score of {ranking.scores[first]}"
-            raise BadScore(f"policy {self.policy.name!r} ranks {told}; scores must be finite")
+            raise BadScore(f"policy {policy.name!r} ranks {told}; scores must be finite")
         return Decision(
             pool=self.pool,
-            policy=self.policy.name,
+            policy=policy.name,
             choice=_choice(view.matched_tokens, first),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
@@ -160,7 +169,7 @@ class Placement:
     def commit(self, decision: Decision, request: InferenceRequest, state: FleetState, now_s: float) -> Reservation:
         """Carry the decision out: index the prompt, book the load, take the turn."""
         slot = decision.order[0]
-        self.policy.committed(decision)
+        self._way(request)[0].committed(decision)
         promise = self.calibration.promise(slot, request.block_hashes, request.block_tokens, now_s)
         reservation = state.reserve(
             slot,
@@ -237,7 +246,7 @@ class Placement:
     def filter(self, view: View) -> tuple[View, Filtered]:
         """The view over those that may take its request at all, and who was left out by which filter."""
         filtered: Filtered = ()
-        for name, keep in self._filters:
+        for name, keep in self._way(view.request)[1]:
             if not len(view.slots):
                 break
             mask = keep(view)
@@ -252,6 +261,15 @@ def _named(name: str, removed: View) -> Filtered:
     """What an explanation says of those that a filter removed; nothing if there are none."""
     addresses = removed.state.addresses
     return ((name, tuple([str(addresses[slot]) for slot in removed.slots])),) if len(removed.slots) else ()
+
+
+def _filters(names: Iterable[str]) -> _Filters:
+    """The filters of these names beside the ones that always apply. Raise ValueError for an unknown one."""
+    wanted = dict.fromkeys((*_ALWAYS, *names))
+    unknown = [name for name in wanted if name not in FILTERS]
+    if unknown:
+        raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")
+    return [(name, FILTERS[name]) for name in wanted]
 
 
 def _choice(matched_tokens: Floats, first: int) -> Choice:

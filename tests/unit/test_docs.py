@@ -36,6 +36,7 @@ _TOLD_AT = {
     "tenants.named": "tenants.default",
     "tenants.spare": "tenants.default.requests",
     "tenants.default.tokens": "tenants.default.requests",
+    "tenants.default.policies": "pools[].policy",
     "guard.requests": "tenants.default.requests",
 }
 """Sections that are like another, and told there."""

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
-from extproc.config.sections.fields import HeaderName, Model, Name, Positive, refuse_twice
+from extproc.config.policy_kinds import Policy
+from extproc.config.sections.fields import HeaderName, Model, ModelName, Name, Positive, refuse_twice
 
 LONGEST_TENANT = 128
 """Characters of a tenant's name, whoever gives it."""
@@ -121,7 +122,7 @@ class Budget(Model):
 
 
 class Quota(Model):
-    """What one tenant may take; what is not given is not limited."""
+    """What one tenant may take, and its own view of the fleet; what is not given is not limited, and as for all."""
 
     requests: Rate | None = None
     tokens: Rate | None = Field(None, description="of prompts and answers, cached or not")
@@ -134,6 +135,16 @@ class Quota(Model):
     )
     pools: Annotated[tuple[Name, ...], Field(min_length=1)] | None = Field(
         None, description="the pools it sees; the models of others do not exist for it. None: all"
+    )
+    aliases: dict[ModelName, ModelName] = Field(
+        default_factory=dict,
+        description="name it may use -> model of a pool it sees; goes before a pool's alias",
+    )
+    default_model: ModelName | None = Field(
+        None, description="for its requests that name no model, instead of `routing.default_model`"
+    )
+    policies: dict[Name, str | Policy] = Field(
+        default_factory=dict, description="pool -> the policy that places its requests there, instead of the pool's"
     )
 
 
