@@ -60,6 +60,7 @@ from extproc.wire.grpc_server import (
 from extproc.wire.processor import Processor
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
+from policies.pool_load import PoolLoad, pool_load
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +124,7 @@ class App:
     async def start(self) -> None:
         """Listen, find the fleet, begin to watch. Raises OSError or PortTaken if an address is taken."""
         config = self.generation.config
-        self.metrics.observe_state(self._state, self._stream_counts, time.monotonic)
+        self.metrics.observe_state(self._state, self._stream_counts, time.monotonic, self._pool_loads)
         self.metrics.generation_in_force(self.generation.number)
         self._health = HealthServer(config.listen.health)
         self._server = envoy_server(
@@ -319,6 +320,10 @@ class App:
             "guard_clients_forgotten_total": 0 if self.pipeline.guard is None else self.pipeline.guard.forgotten,
             "prefill_rates_misread_total": sum(p.ledger.misreadings for p in self.fleet.placements.values()),
         }
+
+    def _pool_loads(self) -> dict[str, PoolLoad]:
+        rooms, placements = self.pipeline.rooms, self.fleet.placements.copy()  # it may be asked in another thread
+        return {name: pool_load(one, self._state, rooms.waiting(name)) for name, one in placements.items()}
 
 
 def _request_log(config: Config, metrics: Metrics) -> RequestLog | None:

@@ -285,6 +285,11 @@ class WaitingRooms:
         """The pool's, if it has a queue."""
         return self._rooms.get(pool)
 
+    def waiting(self, pool: str) -> int:
+        """How many requests wait for a pool."""
+        room = self._rooms.get(pool)
+        return 0 if room is None else len(room.binder.queue)
+
     def configure(self, config: Config, placements: dict[str, Placement]) -> None:
         """Take a new config: rooms come and go with their sections, and their pools."""
         wanted = {pool.name: pool.queue for pool in config.pools if pool.queue is not None}

@@ -60,6 +60,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("cost", np.float64, 0),
     ("remote", np.bool_, False),
     ("max_adapters", np.float64, 0),
+    ("most_running", np.float64, 0),
     ("index_scale", np.float64, 1),
     ("gpu_used", np.float64, np.nan),
     ("gpu_memory_used", np.float64, np.nan),
@@ -67,7 +68,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
 _KEPT_ON_REUSE = ("generation",)
 
 
-_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s"} | {
+_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s", "most_running"} | {
     name for name, _, _ in _FIGURES if name.endswith("_level")
 }
 _LEVELS = tuple(
@@ -135,8 +136,9 @@ class FleetState:
     nothing changes; 0 for one that is scraped. `kv_full_in_s`, `kv_alarm`: see kv_forecast.py.
     `*_level`: the same figures smoothed, the engine's and, by the same measure, ours: what has changed since shows in
     the difference of ours (see `scraped`).
-    `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`: it
-    runs at most so many at once; 0 while it has not said. `index_scale`: of the cache it reports, what its index holds.
+    `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`,
+    `most_running`: adapters and requests that it runs at once, at most; 0 while it has not said. `index_scale`: of the
+    cache it reports, what its index holds.
     `gpu_used`, `gpu_memory_used`: 0..1, of the engine's GPUs; not a number where nobody tells.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
@@ -180,6 +182,7 @@ class FleetState:
     cost: npt.NDArray[np.float64]
     remote: npt.NDArray[np.bool_]
     max_adapters: npt.NDArray[np.float64]
+    most_running: npt.NDArray[np.float64]
     index_scale: npt.NDArray[np.float64]
     gpu_used: npt.NDArray[np.float64]
     gpu_memory_used: npt.NDArray[np.float64]

@@ -482,6 +482,7 @@ class Fleet:
         if member is None:
             return
         member.pushed, self.state.silence_s[member.slot] = pushed, _SILENCE_S
+        self.state.most_running[member.slot] = pushed.most_running or 0
         self._hold(member, _ENGINE, drain=pushed.phase == "draining")
         if pushed.phase == "loading":
             self._observe(member, Evidence.LOADING)
@@ -496,6 +497,7 @@ class Fleet:
         member = self._members.get(address)
         if member is not None:
             member.pushed, self.state.silence_s[member.slot] = None, 0.0
+            self.state.most_running[member.slot] = 0
 
     def pushes_fell_silent(self) -> None:
         """Nobody is listened to any more."""

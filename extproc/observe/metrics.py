@@ -22,6 +22,7 @@ from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import SOURCES, FleetState
 from policies.lifecycle import State
+from policies.pool_load import PoolLoad
 
 _STAGE_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 40, 80)
@@ -156,10 +157,14 @@ class Metrics:
         return family
 
     def observe_state(
-        self, state: FleetState, streams: Callable[[], dict[str, float]], now: Callable[[], float]
+        self,
+        state: FleetState,
+        streams: Callable[[], dict[str, float]],
+        now: Callable[[], float],
+        loads: Callable[[], dict[str, PoolLoad]] = dict,
     ) -> None:
-        """Expose what FleetState and the stream counts hold whenever Prometheus asks."""
-        self.registry.register(_StateCollector(state, streams, now))
+        """Expose what FleetState, the stream counts and the pools' loads hold whenever Prometheus asks."""
+        self.registry.register(_StateCollector(state, streams, now, loads))
 
     def page(self) -> bytes:
         """The text page."""
@@ -471,11 +476,25 @@ _ENDPOINT_GAUGES = (
 )
 
 
+_POOL_GAUGES = (
+    ("pool_requests", "requests", "Requests in flight and waiting, our own count"),
+    ("pool_places", "places", "Requests that its endpoints in service can run at once"),
+    ("pool_load_ratio", "ratio", "The one over the other"),
+)
+
+
 class _StateCollector(Collector):
     """Gauges read from FleetState and stream counts when asked."""
 
-    def __init__(self, state: FleetState, streams: Callable[[], dict[str, float]], now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        state: FleetState,
+        streams: Callable[[], dict[str, float]],
+        now: Callable[[], float],
+        loads: Callable[[], dict[str, PoolLoad]],
+    ) -> None:
         self._state = state
+        self._loads = loads
         self._streams = streams
         self._now = now
 
@@ -489,6 +508,12 @@ class _StateCollector(Collector):
         yield self._states(slots)
         yield from self._staleness(slots)
         yield from self._stream_counts()
+        yield from self._pool_loads()
+
+    def _pool_loads(self) -> Iterable[Metric]:
+        loads = self._loads().items()
+        for name, figure, text in _POOL_GAUGES:
+            yield _gauge(name, text, ("pool",), [((pool,), float(getattr(load, figure))) for pool, load in loads])
 
     def _states(self, slots: list[tuple[int, str]]) -> Metric:
         samples = [

@@ -13,6 +13,8 @@ from extproc import __version__
 from extproc.config.loading import load
 from extproc.control.envoy_config import require_reachable
 from extproc.names import STRIPPED_HEADERS
+from extproc.observe.metrics import Metrics
+from policies.fleet_state import FleetState
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -81,6 +83,17 @@ def test_plaintext_is_said_of_the_plaintext_port_only() -> None:
     listen = load(KUBERNETES / "pointsman.yaml").listen
     h2c = {number for number, port in service_ports().items() if port.get("appProtocol") == "kubernetes.io/h2c"}
     assert h2c == {port_of(listen.grpc)}
+
+
+def test_engines_are_scaled_by_a_figure_that_there_is_for_a_pool_that_there_is() -> None:
+    """A query for another name would be null, for ever."""
+    scaled = objects(KUBERNETES / "scale.yaml")["ScaledObject vllm-qwen"]["spec"]
+    [trigger] = scaled["triggers"]
+    [(name, pool)] = re.findall(r'(pointsman_\w+)\{pool="([^"]+)"\}', trigger["metadata"]["query"])
+    metrics = Metrics()
+    metrics.observe_state(FleetState(), dict, lambda: 0.0)
+    assert name in {family.name for family in metrics.registry.collect()}
+    assert pool in {one.name for one in load(KUBERNETES / "pointsman.yaml").pools}
 
 
 @pytest.mark.parametrize("path", GATEWAYS, ids=lambda path: path.stem)

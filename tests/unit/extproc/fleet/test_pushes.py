@@ -105,6 +105,15 @@ def test_pushed_figures_are_the_engines_figures(house: House) -> None:
     assert (told["source"], told["engine_phase"]) == ("push", "serving")
 
 
+def test_an_engines_batch_is_known_while_it_pushes(house: House) -> None:
+    """For the pool's places; then by the profile again."""
+    told = Pushed("a1", 1, "serving", EngineFigures(running=0, waiting=0), most_running=64)
+    house.take(Heard(A, told, taken=1))
+    assert house.state.most_running[house.slot] == 64
+    house.take(FellSilent(A))
+    assert house.state.most_running[house.slot] == 0
+
+
 def test_an_idle_engine_is_not_stale_between_two_heartbeats(house: House) -> None:
     """Silent for seconds, since nothing changes; a scraped one would be. But not for ever."""
     house.push()
