@@ -127,6 +127,7 @@ class WaitingRoom:
             return _refusal_of_full(self.pool, asked, queue.predicted_wait_s(asked, now_s))
         if held.class_name != asked:
             self._events.queue_left(self.pool, asked, "overflowed", 0.0)
+        self.binder.came(held, self._state, now_s, self._rng)
         held.asked.flight.wait, held.asked.flight.waits_since_s = held, held.since_s
         self._changed(held.class_name)
         self.wake(at_once=len(queue) == 1)

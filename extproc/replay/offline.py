@@ -289,7 +289,9 @@ class Replay:
     def _hold(self, binder: Binder[_Held], number: int, asked: InferenceRequest) -> None:
         if not len(binder.queue):
             self._at(self._now_s + _BIND_S, self._bind_again)
-        binder.queue.offer(_Held("all", "", asked.input_tokens, request=asked, number=number), self._now_s)
+        ticket = _Held("all", "", asked.input_tokens, request=asked, number=number)
+        binder.queue.offer(ticket, self._now_s)
+        binder.came(ticket, self._state, self._now_s, self._rng)
         self._bind()
 
     def _bind(self) -> None:

@@ -107,6 +107,10 @@ class Binder(Generic[_W]):
         there = view.take(view.slots == decision.order[0])
         return decision if self._has_room(there, request).all() else None
 
+    def came(self, ticket: _W, state: FleetState, now_s: float, rng: Random) -> None:
+        """A request waits from now on. Looked up at once, so that passes are short however many come."""
+        ticket.prospects = self._prospects(ticket.request, state, now_s, rng)
+
     def next(self, state: FleetState, now_s: float, rng: Random, *, length: int = 3) -> Bound[_W] | None:
         """The next request that goes and where to; None if nobody can."""
         self.unfinished = False
@@ -177,7 +181,10 @@ class Binder(Generic[_W]):
     # -- where they could go, and at what price
 
     def _weigh(self, view: View, tickets: list[_W], general: Mask) -> tuple[Mask, Floats]:
-        """Where each could go now, shape (w, n); and what the cheapest of these costs more than its choice, (w,)."""
+        """Where each could go now, shape (w, n); and what the best of these costs more than its choice, (w,).
+
+        Less, where its choice is the holder of its prompt and dearer: it was to be kept only if that has room.
+        """
         at = self.placement.members.searchsorted(view.slots)
         found = [ticket.prospects for ticket in tickets if ticket.prospects is not None]
         allowed = np.stack([one.allowed for one in found])[:, at]
@@ -186,10 +193,11 @@ class Binder(Generic[_W]):
         if not self.spec.late or not isinstance(policy, Pricing):
             return fits, np.where(fits.any(axis=1), 0.0, np.inf)
         matched = np.stack([one.matched_tokens for one in found])[:, at]
-        prices = policy.price(view, [ticket.request for ticket in tickets], matched)
-        wanted = np.where(allowed, prices, np.inf).min(axis=1)
-        offered = np.where(fits, prices, np.inf).min(axis=1)
-        return fits, np.where(np.isinf(offered), np.inf, offered - np.where(np.isinf(wanted), 0.0, wanted))
+        costs, liked = policy.price(view, [ticket.request for ticket in tickets], matched)
+        rows = np.arange(len(tickets))
+        choice = np.where(allowed, liked, np.inf).argmin(axis=1)
+        offer = np.where(fits, liked, np.inf).argmin(axis=1)
+        return fits, np.where(fits.any(axis=1), costs[rows, offer] - costs[rows, choice], np.inf)
 
     def _fits(self, view: View, tickets: list[_W]) -> Mask:
         """Where there is room for each, beside what is needed for any; shape (w, n)."""

@@ -87,28 +87,29 @@ class MarginalCost:
         """Cheapest first."""
         request = view.request
         asks = _Asks(request.input_tokens, view.ledger.answer_tokens(request), view.matched_tokens)
-        cost, parts = self._cost(view, asks)
-        scores = -cost
+        cost, band, parts = self._cost(view, asks)
+        scores = -(cost + band)
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
-    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> Floats:
-        """What each of w requests would cost at each candidate, in seconds, shape (w, n); `matched_tokens` likewise."""
+    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
+        """What each of w requests would cost at each candidate, without and with the band, in seconds, shape (w, n)."""
         prompts = np.array([[request.input_tokens] for request in requests], np.float64)
         answers = np.array([[view.ledger.answer_tokens(request)] for request in requests], np.float64)
-        return self._cost(view, _Asks(prompts, answers, matched_tokens))[0]
+        cost, band, _ = self._cost(view, _Asks(prompts, answers, matched_tokens))
+        return cost, cost + band
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
 
-    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, dict[str, Floats]]:
-        """The sum and its terms, in seconds, of the shape of `asks.matched_tokens`."""
+    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, Floats | float, dict[str, Floats]]:
+        """The cost, the band, and the terms of both, in seconds, of the shape of `asks.matched_tokens`."""
         parts = self._terms(view, asks)
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"] + parts["eviction"] + parts["overflow"]
         holders = _cheapest_holders(view, asks, cost)
-        if holders is not None:
-            parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
-            cost += parts["band"]
-        return cost, parts
+        if holders is None:
+            return cost, 0.0, parts
+        parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
+        return cost, parts["band"], parts
 
     def _terms(self, view: View, asks: _Asks) -> dict[str, Floats]:
         spec, ledger, slots = self._spec, view.ledger, view.slots

@@ -58,8 +58,11 @@ class Policy(Protocol):
 class Pricing(Protocol):
     """A policy that can say what places cost: late binding (admission/binding.py) weighs waiting against that."""
 
-    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> Floats:
-        """Seconds for each of w requests at each of the view's candidates, shape (w, n); `matched_tokens` likewise."""
+    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
+        """What each of w requests would cost at each of the view's candidates, and by what it would choose: the lowest.
+
+        Both in seconds and of shape (w, n), as `matched_tokens`.
+        """
         ...
 
 
