@@ -47,10 +47,10 @@ from extproc.request.apis import (
 from extproc.request.encodings import SUPPORTED, inflates_beyond
 from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
-from extproc.request.urgency import PRIORITY_HEADER, slo_ttft_s
-from extproc.waiting import Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
+from extproc.request.urgency import PRIORITY_HEADER, Urgency, slo_ttft_s
+from extproc.waiting import INTERNAL_ERROR, Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
-from policies.types import Decision, Fallback, InferenceRequest, Reason, Refusal
+from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, Refusal
 
 log = structlog.get_logger(__name__)
 
@@ -163,7 +163,7 @@ class Pipeline:
             outcome = self._decide(flight, headers, body, plain, found)
         except Exception as error:
             log.exception("decision failed", error=str(error))
-            outcome = _INTERNAL_ERROR
+            outcome = INTERNAL_ERROR
         if not isinstance(outcome, Refusal):
             return outcome
         self._refund(flight)  # it went nowhere, whatever kept it
@@ -330,11 +330,12 @@ class Pipeline:
         if room is None or pool.queue is None:
             return None
         urgency = asked.generation.urgency_of(asked.headers, pool, flight.tenant)
-        if urgency is None:
+        if urgency is None and flight.waits_since_s is None:
             return _unknown_class(asked.headers, pool)
+        urgency = urgency or Urgency(pool.queue.classes[0].name)  # the class is gone while it waited
         request.class_name, request.priority = urgency.class_name, urgency.priority
         request.slo_ttft_s = slo_ttft_s(asked.headers)
-        if not request.input_tokens:  # nothing that an engine would have to compute
+        if request.kind in _NEVER_WAIT or not request.input_tokens:  # nothing that an engine would have to compute
             return None
         if not flight.hold_s:
             request.without += (Fallback.CANNOT_WAIT,)
@@ -346,7 +347,10 @@ class Pipeline:
         began, flight, plan = perf_counter(), asked.flight, asked.plan
         request, target = plan.request, plan.target
         placement = self._fleet.placements[target.pool.name]
-        reservation = placement.commit(decision, request, self._fleet.state, self._clock())
+        now_s = self._clock()
+        if flight.waits_since_s is not None:  # whichever way it has found its place in the end
+            decision.waited_s = now_s - flight.waits_since_s
+        reservation = placement.commit(decision, request, self._fleet.state, now_s)
         flight.reserve(request, decision, placement, reservation)
         if plan.response_id is not None:
             most = asked.generation.config.limits.stored_responses
@@ -386,7 +390,7 @@ class Pipeline:
             return self._commit(held.asked, decision)
         except Exception as error:
             log.exception("decision failed", error=str(error))
-            return self.turn_away(held, _INTERNAL_ERROR)
+            return self.turn_away(held, INTERNAL_ERROR)
 
     def turn_away(self, held: Held, refusal: Refusal) -> Reply:
         """It has waited in vain."""
@@ -486,6 +490,7 @@ def _held(
     )
 
 
+_NEVER_WAIT = frozenset({Kind.TOKENIZE, Kind.REALTIME, Kind.OTHER})
 _USABLE_HOLD = 0.9
 """Of the time a gateway waits for us; the rest is for the answer to get there."""
 
@@ -547,9 +552,6 @@ def _judge_content(api: Api, headers: Mapping[str, str]) -> Refusal | None:
     if is_multipart(headers) != (api.model_in is ModelIn.FORM) and api.model_in in _WITH_BODIES:
         return _unsupported_content_type(api)
     return None
-
-
-_INTERNAL_ERROR = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
 
 
 _WITH_BODIES = {ModelIn.JSON: "application/json", ModelIn.FORM: "multipart/form-data"}

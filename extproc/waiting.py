@@ -173,7 +173,13 @@ class WaitingRoom:
         binder = self.binder
         while True:
             length = self._carrier.generation.list_length
-            bound = binder.next(self._state, self._clock(), self._rng, length=length)
+            try:
+                bound = binder.next(self._state, self._clock(), self._rng, length=length)
+            except Exception as error:
+                # a policy of a third party, perhaps; without a queue its fault would be one request's as well
+                log.exception("binding failed", pool=self.pool, error=str(error))
+                self._give_up(binder.queue.window(1)[0])
+                return True
             if bound is None:
                 return binder.unfinished
             self._go(bound)
@@ -192,6 +198,10 @@ class WaitingRoom:
             return
         held.ready.set_result(self._carrier.carry(held, bound.decision))
         self.binder.went(held)
+
+    def _give_up(self, held: Held) -> None:
+        self._leave(held, "failed")
+        self._answer(held, INTERNAL_ERROR)
 
     def _expire(self) -> None:
         queue, now_s = self.binder.queue, self._clock()
@@ -375,6 +385,9 @@ def _chain(held: Held, reply: Reply | Pending) -> None:
             held.ready.set_result(done.result())
 
     reply.ready.add_done_callback(settle)
+
+
+INTERNAL_ERROR = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)
 
 
 def _refusal_of_full(pool: str, class_name: str, wait_s: float) -> Refusal:

@@ -98,6 +98,7 @@ class Ticket:
     since_s: float = field(default=0.0, init=False)
     expires_s: float = field(default=math.inf, init=False)
     wait_s: float = field(default=math.inf, init=False)
+    together: tuple[float, int] = field(default=(math.inf, 0), init=False)
     rank: tuple[float, int] = field(default=(0.0, 0), init=False)
 
 
@@ -143,7 +144,7 @@ class _Line(Generic[_T]):
         self.tenants: dict[str, list[_T]] = {}  # each by rank
         self.arrivals: dict[_T, None] = {}
         # by arrival as well, those that may wait equally long together: of these the first is the first to go
-        self.by_wait: dict[float, dict[_T, None]] = {}
+        self.by_wait: dict[tuple[float, int], dict[_T, None]] = {}
         self.passed_over = 0
 
     def in_order(self) -> Iterator[_T]:
@@ -168,14 +169,14 @@ class _Line(Generic[_T]):
     def add(self, ticket: _T) -> None:
         insort(self.tenants.setdefault(ticket.tenant, []), ticket, key=_rank)
         self.arrivals[ticket] = None
-        self.by_wait.setdefault(ticket.wait_s, {})[ticket] = None
+        self.by_wait.setdefault(ticket.together, {})[ticket] = None
 
     def remove(self, ticket: _T) -> None:
         del self.arrivals[ticket]
-        waiting = self.by_wait[ticket.wait_s]
+        waiting = self.by_wait[ticket.together]
         del waiting[ticket]
         if not waiting:
-            del self.by_wait[ticket.wait_s]
+            del self.by_wait[ticket.together]
         tickets = self.tenants[ticket.tenant]
         del tickets[bisect_left(tickets, ticket.rank, key=_rank)]
         if not tickets:
@@ -241,6 +242,7 @@ class Queue(Generic[_T]):
         ticket.since_s = now_s if since_s is None else since_s
         ticket.wait_s = min(line.spec.max_wait_s, ticket.most_wait_s)
         ticket.expires_s = ticket.since_s + ticket.wait_s
+        ticket.together = (ticket.wait_s, 0 if since_s is None else self._count)
         ticket.rank = (self._due_s(ticket) + ticket.priority * self.spec.ageing_s, self._count)
         line.add(ticket)
         self.held_bytes += ticket.held_bytes

@@ -72,6 +72,7 @@ class Decider:
         self.early: Answer | None = None
         self.largest_body_bytes = 1_000_000
         self.hold_s = 0.0
+        self.held_for_s: float | None = None
 
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:  # noqa: ARG002 - Decider
         """Nothing to object unless told so."""
@@ -80,6 +81,7 @@ class Decider:
     def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
         """Route to one place unless told otherwise."""
         self.asked.append((headers, body))
+        self.held_for_s = flight.hold_s
         self.was_asked.set()
         return self.reply or Route("pool_p", ("10.0.0.1:80",), flight.request_id, "m")
 
@@ -370,6 +372,21 @@ async def test_a_queued_request_is_answered_when_its_turn_comes() -> None:
     context = await server.serve(Context(*POST))
     last = ext_proc.ProcessingResponse.FromString(context.written[-1])
     assert last.immediate_response.status.code == 429
+
+
+@pytest.mark.parametrize(
+    ("said", "hold_s"), [("600", 600.0), (None, 7.0), ("a while", 7.0), ("-5", 7.0), ("9" * 50, 999_999.0)], ids=str
+)
+async def test_a_gateway_says_how_long_it_waits_for_us(said: str | None, hold_s: float) -> None:
+    """In its call's metadata, as our own Envoy does; of others the config knows, and nonsense says nothing."""
+    server = Server()
+    server.decider.hold_s = 7.0
+    server.decider.reply = Answer(200, b"{}")
+    context = Context(*POST)
+    if said is not None:
+        context.metadata = (("user-agent", "envoy"), ("x-pointsman-hold-s", said))
+    await server.serve(context)
+    assert server.decider.held_for_s == hold_s
 
 
 async def test_a_client_that_leaves_the_queue_gives_up_its_place() -> None:

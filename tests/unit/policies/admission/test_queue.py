@@ -145,6 +145,36 @@ def test_who_has_waited_for_too_long_is_returned_once() -> None:
     assert queue.expire(700.0)[-1] is low
 
 
+def test_whose_gateway_waits_less_leaves_sooner() -> None:
+    """Whatever came before it."""
+    patient, hasty = ticket(), ticket(most_wait_s=2.0)
+    queue = queue_of(patient, hasty)
+    assert queue.expire(1.9) == []
+    assert queue.expire(2.0) == [hasty]
+    assert queue.expire(10.0) == [patient]
+
+
+def test_who_waits_again_keeps_its_time() -> None:
+    """It comes before those that came after it, and has waited for as long as it has."""
+    queue = queue_of(later := ticket(), now_s=5.0)
+    again = ticket()
+    assert queue.offer(again, 8.0, since_s=1.0)
+    assert queue.window(2) == [again, later]
+    assert queue.expire(11.0) == [again]
+
+
+def test_new_limits_keep_those_that_wait() -> None:
+    """In their classes, with what each class is owed; those of a class that is gone are in the first from now on."""
+    queue = queue_of(*(ticket(name) for name in ("real-time", "batch", "batch")))
+    queue.configure(QueueSpec((ClassSpec("urgent"), ClassSpec("batch", places=1))))
+    assert (queue.waiting("urgent"), queue.waiting("batch"), len(queue)) == (1, 2, 3)
+    assert not queue.offer(ticket("batch"), 0.0)
+    assert queue.class_of("real-time").name == queue.class_of(None).name == "urgent"
+    assert {one.class_name for one in queue.window(3)} == {"urgent", "batch"}
+    assert len(queue.clear()) == 3
+    assert (len(queue), queue.held_bytes) == (0, 0)
+
+
 def test_the_wait_is_predicted_by_the_pace_of_departures() -> None:
     """Ten a second, of which the class gets its share while the other one waits too."""
     both = [ticket(name) for name in ("real-time", "batch") for _ in range(150)]

@@ -1,0 +1,304 @@
+"""Requests that wait: the room around the queue, on a clock that the test sets. Turns and prices are the policies'."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from random import Random
+from typing import Any
+
+import pytest
+import yaml
+
+from extproc.config.generations import Generation
+from extproc.config.loading import parse
+from extproc.fleet.fleet import Fleet
+from extproc.flight import Flight, Flights
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import Metrics
+from extproc.outcomes import Outcomes
+from extproc.pipeline import Pipeline
+from extproc.quotas import Quotas
+from extproc.reply import Answer, Pending, Reply, Route
+from policies.fleet_state import FleetState
+from vllm_adapters.health import Listing
+
+CONFIG = """
+access: {tenant_header: x-tenant}
+tenants: {default: {tokens: {per_s: 1.0e-6, burst: 1.0e+6}, concurrency: 50}}
+pools:
+  - name: chat
+    models: [served]
+    endpoints: {static: ["10.0.0.1:8000", "10.0.0.2:8000"]}
+    queue: {endpoint_requests: 1}
+"""
+POST = {":method": "POST", ":path": "/v1/chat/completions", "x-tenant": "acme"}
+MESSAGES = [{"role": "user", "content": "word " * 200}]
+BODY = json.dumps({"model": "served", "max_tokens": 100, "messages": MESSAGES}).encode()
+
+
+class House:
+    """Two endpoints that take one request each, and a router whose clock stands still unless it is told to go on."""
+
+    def __init__(self, **queue: Any) -> None:
+        self.now_s = 100.0
+        self.document = yaml.safe_load(CONFIG)
+        self.document["pools"][0]["queue"].update(queue)
+        config = parse(yaml.safe_dump(self.document))
+        self.metrics, self.state, self.log = Metrics(), FleetState(), DecisionLog(100)
+        self.fleet = Fleet(self.state, self.metrics, self.clock)
+        self.quotas = Quotas(config, self.metrics, self.clock)
+        outcomes = Outcomes(self.fleet, self.metrics, self.log, None, self.quotas)
+        self.flights = Flights(
+            self.state, outcomes, self.clock, max_open=100, max_unsettled=100, access_log_timeout_s=10
+        )
+        self.pipeline = Pipeline(
+            Generation(1, config), self.fleet, self.flights, self.log, self.metrics,
+            clock=self.clock, wall_clock=self.clock, rng=Random(7), quotas=self.quotas,
+        )  # fmt: skip
+        outcomes.on_release = self.pipeline.rooms.wake
+        self.use(config)
+        self.fleet.set_endpoints("chat", ["10.0.0.1:8000", "10.0.0.2:8000"])
+        self.fleet.acknowledged(self.fleet.assignments())
+        for address in list(self.fleet.addresses()):
+            self.fleet.listed_models(address, Listing(frozenset({"served"}), 100_000))
+
+    def clock(self) -> float:
+        """What time it is."""
+        return self.now_s
+
+    def use(self, config: Any) -> None:
+        """As App does."""
+        generation = Generation(self.pipeline.generation.number + 1, config)
+        self.fleet.configure(generation)
+        self.pipeline.generation = generation
+        self.pipeline.rooms.configure(config, self.fleet.placements)
+
+    def reload(self, **queue: Any) -> None:
+        """Other settings of the queue."""
+        self.document["pools"][0]["queue"].update(queue)
+        self.use(parse(yaml.safe_dump(self.document)))
+
+    def ask(self, hold_s: float = math.inf, body: bytes = BODY, **headers: str) -> tuple[Flight, Reply | Pending]:
+        """One request; its stream stays open."""
+        flight = self.flights.open()
+        flight.hold_s = hold_s
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return flight, self.pipeline.decide(flight, POST | named, body)
+
+    def fill(self) -> list[Flight]:
+        """Both endpoints are taken."""
+        flights = []
+        for _ in range(2):
+            flight, reply = self.ask()
+            assert isinstance(reply, Route)
+            flights.append(flight)
+        return flights
+
+    def wait(self, **headers: Any) -> tuple[Flight, asyncio.Future[Reply]]:
+        """One request that has to wait."""
+        flight, reply = self.ask(**headers)
+        assert isinstance(reply, Pending)
+        return flight, reply.ready
+
+    def waiting(self) -> dict[str, int]:
+        """By class."""
+        return {name: one["waiting"] for name, one in self.pipeline.rooms.describe()["chat"]["classes"].items()}
+
+    def left(self, how: str, class_name: str = "real-time") -> float:
+        """How many have left in this way."""
+        labels = {"pool": "chat", "class": class_name, "how": how}
+        return self.metrics.registry.get_sample_value("pointsman_queue_left_total", labels) or 0.0
+
+    def account(self) -> dict[str, float | None]:
+        """What the tenant has taken."""
+        return self.quotas.describe()["acme"]
+
+
+async def soon(ready: asyncio.Future[Reply]) -> Reply:
+    """It comes, on the real loop's time."""
+    async with asyncio.timeout(30):
+        return await asyncio.shield(ready)
+
+
+def code_of(reply: Reply | Pending) -> tuple[int, str]:
+    """Status and code of an error."""
+    assert isinstance(reply, Answer)
+    return reply.status, json.loads(reply.body)["error"]["code"]
+
+
+async def test_the_end_of_one_request_lets_the_next_go() -> None:
+    """Which is committed by then, and given back like any other."""
+    house = House()
+    first, second = house.fill()
+    flight, ready = house.wait()
+    assert house.waiting() == {"real-time": 1, "batch": 0}
+    house.now_s += 3
+    first.close()
+    route = await soon(ready)
+    assert isinstance(route, Route)
+    assert int(house.state.in_flight.sum()) == 2
+    [record] = house.log.read(1)
+    assert (record["waited_s"], record["class"]) == (3.0, "real-time")
+    second.close()
+    flight.close()
+    assert int(house.state.in_flight.sum()) == 0
+    assert house.left("bound") == 1
+
+
+async def test_who_leaves_gives_back_what_it_took() -> None:
+    """Its place, its bytes, its tenant's tokens; once."""
+    house = House()
+    for flight in house.fill():
+        flight.close()
+    house.fill()
+    before = house.account()["tokens_left"]
+    flight, ready = house.wait()
+    ready.cancel()
+    flight.close()
+    flight.close()
+    assert house.waiting() == {"real-time": 0, "batch": 0}
+    assert house.account()["tokens_left"] == pytest.approx(before)
+    assert house.account()["running"] == 2
+    assert house.left("client_gone") == 1
+    assert house.pipeline.rooms.describe()["chat"]["held_bytes"] == 0
+
+
+async def test_who_is_about_to_leave_takes_no_place() -> None:
+    """Its stream is being cancelled while its turn comes: the next one goes instead."""
+    house = House()
+    first, _ = house.fill()
+    _, gone = house.wait()
+    _, stays = house.wait()
+    gone.cancel()
+    first.close()
+    assert isinstance(await soon(stays), Route)
+    assert int(house.state.in_flight.sum()) == 2
+
+
+async def test_who_has_waited_in_vain_has_it_all_back() -> None:
+    """503 with a Retry-After, no tokens charged, and a refusal in the log."""
+    house = House()
+    house.fill()
+    before = house.account()["tokens_left"]
+    _, ready = house.wait()
+    house.now_s += 31
+    answer = await soon(ready)
+    assert code_of(answer) == (503, "queue_timeout")
+    assert dict(answer.headers)["retry-after"] == "30"  # nothing has gone yet, so nobody knows better
+    assert house.account()["tokens_left"] == pytest.approx(before)
+    assert house.log.read_refusals(1)[0]["reason"] == "queue_timeout"
+
+
+async def test_a_gateway_that_is_not_known_to_wait_is_not_made_to() -> None:
+    """It goes at once, which is counted; one that waits a little is answered before it gives up."""
+    house = House()
+    house.fill()
+    _, reply = house.ask(hold_s=0.0)
+    assert isinstance(reply, Route)
+    assert house.log.read(1)[0]["fallbacks"] == ["cannot_wait"]
+    _, ready = house.wait(hold_s=10.0)
+    house.now_s += 9.1
+    assert code_of(await soon(ready)) == (503, "queue_timeout")
+
+
+async def test_a_full_queue_refuses() -> None:
+    """429; the tenant has its tokens back."""
+    house = House(classes=[{"name": "only", "places": 1}])
+    house.fill()
+    _, _ = house.wait()
+    before = house.account()["tokens_left"]
+    _, reply = house.ask()
+    assert code_of(reply) == (429, "queue_full")
+    assert house.account()["tokens_left"] == pytest.approx(before)
+    assert house.left("full", "only") == 1
+
+
+async def test_a_request_without_a_prompt_never_waits() -> None:
+    """It asks for no generation: to count tokens, say."""
+    house = House()
+    house.fill()
+    body = json.dumps({"model": "served", "prompt": "word " * 200}).encode()
+    reply = house.pipeline.decide(house.flights.open(), {**POST, ":path": "/tokenize"}, body)
+    assert isinstance(reply, Route)
+
+
+async def test_a_new_config_is_seen_by_those_that_wait() -> None:
+    """They keep their place and the time they came; a class that is gone is the first one from now on."""
+    house = House()
+    first, _ = house.fill()
+    _, ready = house.wait(x_pointsman_priority="batch")
+    house.now_s += 20
+    house.reload(classes=[{"name": "only", "max_wait_s": 25}], endpoint_requests=1)
+    assert house.waiting() == {"only": 1}
+    first.close()
+    assert isinstance(await soon(ready), Route)
+    [record] = house.log.read(1)
+    assert (record["class"], record["waited_s"]) == ("only", 20.0)
+    labels = {"pool": "chat", "class": "batch"}
+    assert house.metrics.registry.get_sample_value("pointsman_queue_requests", labels) is None
+
+
+async def test_when_we_stop_nobody_is_left_waiting() -> None:
+    """503 at once; and nobody else is taken."""
+    house = House()
+    house.fill()
+    _, ready = house.wait()
+    house.pipeline.stop()
+    assert code_of(await soon(ready)) == (503, "shutting_down")
+    assert code_of(house.ask()[1]) == (503, "shutting_down")
+    assert house.account()["running"] == 2
+    assert house.left("shut_down") == 1
+
+
+async def test_a_fault_while_one_goes_is_its_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a 500, the next one its place."""
+    house = House()
+    first, _ = house.fill()
+    _, unlucky = house.wait()
+    _, lucky = house.wait()
+    placement = house.fleet.placements["chat"]
+    commit = placement.commit
+
+    def fails_once(*_given: Any) -> Any:
+        monkeypatch.setattr(placement, "commit", commit)
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(placement, "commit", fails_once)
+    first.close()
+    assert code_of(await soon(unlucky)) == (500, "internal_error")
+    assert isinstance(await soon(lucky), Route)
+
+
+async def test_a_policy_that_fails_in_a_wake_does_not_stop_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third party's fault: one request's 500 each, as without a queue."""
+    house = House()
+    first, _ = house.fill()
+    _, ready = house.wait()
+
+    def fails(*_given: Any, **_named: Any) -> Any:
+        raise RuntimeError("not mine")
+
+    monkeypatch.setattr(house.fleet.placements["chat"].policy, "price", fails, raising=False)
+    first.close()
+    assert code_of(await soon(ready)) == (500, "internal_error")
+    assert house.left("failed") == 1
+    assert house.account()["running"] == 1
+
+
+async def test_wakes_are_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ends in one turn of the loop are one look at the queue."""
+    house = House(endpoint_requests=20)
+    flights = [house.ask()[0] for _ in range(40)]
+    room = house.pipeline.rooms.of("chat")
+    assert room is not None
+    _, ready = house.wait()
+    await asyncio.sleep(0.1)
+    looks: list[float] = []
+    find = room.binder.next
+    monkeypatch.setattr(room.binder, "next", lambda *given, **named: looks.append(1) or find(*given, **named))
+    for flight in flights:
+        flight.close()
+    assert isinstance(await soon(ready), Route)
+    assert len(looks) <= 3
