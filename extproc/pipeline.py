@@ -444,7 +444,14 @@ class Pipeline:
         }
         if isinstance(decision, Unplaceable):
             return {**asked, "pool": target.pool.name, **explain_unplaceable(decision)}
-        return {**asked, **explain(decision)}
+        return {**asked, "would_wait": self._would_wait(plan), **explain(decision)}
+
+    def _would_wait(self, plan: Plan) -> bool:
+        """Whether the request would find no room at once, were it of its pool's first class."""
+        room = self.rooms.of(plan.target.pool.name)
+        if room is None:
+            return False
+        return room.binder.at_once(plan.request, self._fleet.state, self._clock(), Random(0)) is None
 
     async def explain_matched(self, path: str, body: bytes, tenant: str | None = None) -> dict[str, Any]:
         """The same, with what the engines hold of the prompt where the pool has a precise index."""

@@ -147,6 +147,15 @@ async def test_the_end_of_one_request_lets_the_next_go() -> None:
     assert house.left("bound") == 1
 
 
+async def test_an_explanation_says_whether_a_request_would_wait() -> None:
+    """And takes no place."""
+    house = House()
+    assert house.pipeline.explain("/v1/chat/completions", BODY)["would_wait"] is False
+    house.fill()
+    assert house.pipeline.explain("/v1/chat/completions", BODY)["would_wait"] is True
+    assert house.waiting() == {"real-time": 0, "batch": 0}
+
+
 async def test_who_leaves_gives_back_what_it_took() -> None:
     """Its place, its bytes, its tenant's tokens; once."""
     house = House()
