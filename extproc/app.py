@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from extproc.access.gate import gate_of
 from extproc.access.key_file import KeyFile
 from extproc.admin.server import AdminServer
+from extproc.breaking import Breaking
 from extproc.config.generations import Generation
 from extproc.config.loading import ConfigError, load
 from extproc.config.schema import Config
@@ -85,7 +86,10 @@ class App:
         self.decision_log = DecisionLog(config.observe.decisions)
         self._request_log = _request_log(config, self.metrics)
         self._quotas = Quotas(config, self.metrics, time.time)
-        self._outcomes = Outcomes(self.fleet, self.metrics, self.decision_log, self._request_log, self._quotas)
+        self._breaking = Breaking(config, self.fleet, time.monotonic)
+        self._outcomes = Outcomes(
+            self.fleet, self.metrics, self.decision_log, self._request_log, self._quotas, self._breaking
+        )
         self.flights = Flights(
             self._state,
             self._outcomes,
@@ -105,6 +109,7 @@ class App:
             rng=Random(),
             request_log=self._request_log,
             quotas=self._quotas,
+            breaking=self._breaking,
         )
         self._outcomes.on_release = self.pipeline.rooms.wake
         self._key_file = KeyFile(self._set_gate, self.metrics)
@@ -125,6 +130,7 @@ class App:
         """Listen, find the fleet, begin to watch. Raises OSError or PortTaken if an address is taken."""
         config = self.generation.config
         self.metrics.observe_state(self._state, self._stream_counts, time.monotonic, self._pool_loads)
+        self.metrics.observe_breakers(self._breaking.figures)
         self.metrics.generation_in_force(self.generation.number)
         self._health = HealthServer(config.listen.health)
         self._server = envoy_server(
@@ -175,6 +181,7 @@ class App:
         while True:
             try:
                 self.fleet.tick()
+                self._breaking.tick()
                 self.flights.expire()
                 await self._health.set_serving(serving=self.ready()[0])
             except Exception:
@@ -203,6 +210,7 @@ class App:
         self._key_file.configure(config.access.api_keys_file)
         self._set_gate()
         self._quotas.configure(config)
+        self._breaking.configure(config)
         self.pipeline.guard = guard_of(config, self.pipeline.guard, self.metrics, time.monotonic)
         self.metrics.patterns_in_force(config.guard.patterns if config.guard else ())
         self.pipeline.rooms.configure(config, self.fleet.placements)
@@ -269,6 +277,10 @@ class App:
     def describe_fleet(self) -> list[dict[str, Any]]:
         """Every endpoint."""
         return self.fleet.describe()
+
+    def breakers(self) -> dict[str, Any]:
+        """The breakers of models and zones; an endpoint's is part of its description."""
+        return self._breaking.describe()
 
     def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
         """The newest decisions."""

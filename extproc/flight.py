@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from extproc.access.gate import Caller
+from policies.admission.breakers import Breaker
 from policies.admission.clients import Visit
 from policies.admission.tenants import Charge
 from policies.fleet_state import FleetState
@@ -27,6 +28,11 @@ from policies.types import Decision, InferenceRequest, Reservation
 REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
 
+
+TIMED_OUT = "upstream_request_timeout"
+"""Why an attempt failed: Envoy's limit on a try or on the whole was reached. The name of its response flag."""
+BROKE = "status_500"
+"""The same: the endpoint answered 500, since it shuts down, or is broken, or the request breaks it."""
 
 _OK = 200
 _MOST_SETTLED = 1_000
@@ -162,6 +168,7 @@ class Flight:
         "stage",
         "streamed",
         "subset",
+        "trials",
         "visit",
         "wait",
         "waits_since_s",
@@ -189,6 +196,7 @@ class Flight:
         self.charge: Charge | None = None
         self.visit: Visit | None = None
         self.note: Note | None = None
+        self.trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
         self.hold_s = 0.0  # how long the gateway waits for us
         self.wait: Wait | None = None  # while it has its place in a queue
         self.waits_since_s: float | None = None

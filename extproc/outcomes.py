@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
+from extproc.breaking import Breaking
 from extproc.fleet.fleet import Fleet
-from extproc.flight import Completion, Flight, Usage
+from extproc.flight import BROKE, TIMED_OUT, Completion, Flight, Usage
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
 from extproc.quotas import Quotas
 from policies.lifecycle import Evidence
-
-_UNFIT = "status_500"
 
 
 class Outcomes:
@@ -26,9 +25,11 @@ class Outcomes:
         decisions: DecisionLog,
         request_log: RequestLog | None = None,
         quotas: Quotas | None = None,
+        breaking: Breaking | None = None,
     ) -> None:
         self.on_release: Callable[[str], None] = lambda _pool: None
         self._quotas = quotas
+        self._breaking = breaking
         self._fleet = fleet
         self._metrics = metrics
         self._decisions = decisions
@@ -43,17 +44,19 @@ class Outcomes:
         if self._fleet.state.slot_of(address) is not None:
             self._metrics.attempt_failed(address, why)
             self._hold_against(flight, address, why)
+            if self._breaking is not None:
+                self._breaking.failed(flight, address, why)
 
     def _hold_against(self, flight: Flight, address: str, why: str) -> None:
         """A request that a second endpoint answers 500 as well is to blame itself, not they."""
-        if why != _UNFIT:
-            self._fleet.observe(address, Evidence.FAILED)
+        if why != BROKE:
+            self._fleet.observe(address, Evidence.TIMED_OUT if why == TIMED_OUT else Evidence.FAILED)
         elif flight.broke is None:
             flight.broke = address
             self._fleet.observe(address, Evidence.UNFIT)
         else:
             self._metrics.acquitted(flight.broke)
-            self._fleet.observe(flight.broke, Evidence.SERVED)
+            self._fleet.observe(flight.broke, Evidence.ACQUITTED)
 
     def released(self, flight: Flight) -> None:
         """A request has given its place back: there may be room for another."""
@@ -74,6 +77,8 @@ class Outcomes:
             self._metrics.compared(pool, *_compared(flight, completion.usage))
         if self._quotas is not None:
             self._quotas.settle(flight, outcome, completion)
+        if self._breaking is not None:
+            self._breaking.settled(flight, outcome, completion)
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)
@@ -83,6 +88,8 @@ class Outcomes:
         self._metrics.entry_missing()
         if self._quotas is not None:
             self._quotas.settle(flight, _UNTOLD, None)
+        if self._breaking is not None:
+            self._breaking.forgot(flight)
         self._decisions.finish(flight.request_id, flight.served_by, {"outcome": _UNTOLD})
         if self._request_log is not None:
             self._request_log.missing(flight, _UNTOLD)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import structlog
 
 from extproc.access.gate import gate_of
+from extproc.breaking import Breaking
 from extproc.config.generations import Generation, Target
 from extproc.config.schema import Pool
 from extproc.fleet.fleet import Fleet
@@ -97,6 +98,7 @@ class Pipeline:
         rng: Random,
         request_log: RequestLog | None = None,
         quotas: Quotas | None = None,
+        breaking: Breaking | None = None,
     ) -> None:
         # Global state: swapped by a reload
         self.generation = generation
@@ -109,6 +111,7 @@ class Pipeline:
         self._decisions = decisions
         self._request_log = request_log
         self._quotas = quotas
+        self._breaking = breaking
         self._stored = StoredResponses()
         self.matcher = Matcher()
         self._clock = clock
@@ -225,6 +228,9 @@ class Pipeline:
         )
         if isinstance(plan, Refusal):
             return plan
+        broken = self._broken(plan)
+        if broken is not None:
+            return replace(broken, asked_model=plan.request.asked_model)
         plan.request.subset = _both(flight.subset, plan.request.subset)
         plan.request.tenant = flight.tenant
         forbidden = None if self.guard is None or found is not None else self.guard.judge(plan.request)
@@ -320,7 +326,7 @@ class Pipeline:
             decision = found
         self._choose_s(perf_counter() - began)
         if isinstance(decision, Unplaceable):
-            return replace(_no_ready_endpoint(target, decision), asked_model=request.asked_model)
+            return replace(self._unplaceable(target, decision), asked_model=request.asked_model)
         return self._commit(asked, decision)
 
     def _room_for(self, asked: Asked) -> WaitingRoom | Refusal | None:
@@ -352,6 +358,8 @@ class Pipeline:
             decision.waited_s = now_s - flight.waits_since_s
         reservation = placement.commit(decision, request, self._fleet.state, now_s)
         flight.reserve(request, decision, placement, reservation)
+        if self._breaking is not None:
+            self._breaking.placed(flight)
         if plan.response_id is not None:
             most = asked.generation.config.limits.stored_responses
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
@@ -385,7 +393,10 @@ class Pipeline:
     # -- those that have waited
 
     def carry(self, held: Held, decision: Decision) -> Reply:
-        """It goes."""
+        """It goes, if it still may."""
+        broken = self._broken(held.asked.plan)
+        if broken is not None:
+            return self.turn_away(held, broken)
         try:
             return self._commit(held.asked, decision)
         except Exception as error:
@@ -406,6 +417,16 @@ class Pipeline:
     def _refund(self, flight: Flight) -> None:
         if self._quotas is not None and flight.stage is not Stage.RESERVED:
             self._quotas.refund(flight)
+
+    def _broken(self, plan: Plan) -> Refusal | None:
+        """The refusal of a request to a model of which too many have failed."""
+        return None if self._breaking is None else self._breaking.judge(plan.target.pool.name)
+
+    def _unplaceable(self, target: Target, nowhere: Unplaceable) -> Refusal:
+        """Why nobody takes the request."""
+        if self._breaking is not None and nowhere.last_filter == "busy":
+            return self._breaking.all_busy(target.pool.name)
+        return _no_ready_endpoint(target, nowhere)
 
     def _charge(self, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
         """Take what the request is predicted to use from its tenant's quota; a refusal where that is used up."""
@@ -431,6 +452,9 @@ class Pipeline:
         if isinstance(plan, dict):
             return plan
         target, request = plan.target, plan.request
+        broken = self._broken(plan)
+        if broken is not None:
+            return _told(broken)
         if found is not None:
             apply_found(found, request)
         placement: Placement = self._fleet.placements[target.pool.name]
@@ -471,7 +495,11 @@ class Pipeline:
             if forbidden is None:
                 return plan
             plan = forbidden
-        return {"error": plan.message, "status": plan.status, "reason": plan.reason}
+        return _told(plan)
+
+
+def _told(refusal: Refusal) -> dict[str, Any]:
+    return {"error": refusal.message, "status": refusal.status, "reason": refusal.reason}
 
 
 _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
@@ -603,6 +631,7 @@ _OUT = {
     "subset": "outside the gateway's subset",
     "excluded": "excluded",
     "context": "too small a context",
+    "busy": "busy",
 }
 """What it means for endpoints that a filter removed them."""
 

@@ -59,6 +59,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("weight", np.float64, 1),
     ("cost", np.float64, 0),
     ("remote", np.bool_, False),
+    ("avoided", np.bool_, False),
     ("max_adapters", np.float64, 0),
     ("most_running", np.float64, 0),
     ("index_scale", np.float64, 1),
@@ -136,13 +137,16 @@ class FleetState:
     nothing changes; 0 for one that is scraped. `kv_full_in_s`, `kv_alarm`: see kv_forecast.py.
     `*_level`: the same figures smoothed, the engine's and, by the same measure, ours: what has changed since shows in
     the difference of ours (see `scraped`).
-    `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `max_adapters`,
-    `most_running`: adapters and requests that it runs at once, at most; 0 while it has not said. `index_scale`: of the
-    cache it reports, what its index holds.
+    `weight`, `cost`: the operator's, of the endpoint. `remote`: it is in another zone than we are. `avoided`: too many
+    requests failed in its zone. `max_adapters`, `most_running`: adapters and requests that it runs at once, at most; 0
+    while it has not said. `index_scale`: of the cache it reports, what its index holds.
     `gpu_used`, `gpu_memory_used`: 0..1, of the engine's GPUs; not a number where nobody tells.
-    `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up.
+    `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up, or is
+    degraded.
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
     `has_metrics`: false for an engine that has none to scrape.
+    Of all: `busy_above`: requests at one endpoint, and what is above it is left alone; `refuses_when_busy`: also where
+    all are. `avoids_zones`: some endpoints are `avoided`.
     """
 
     generation: npt.NDArray[np.int64]
@@ -181,6 +185,7 @@ class FleetState:
     weight: npt.NDArray[np.float64]
     cost: npt.NDArray[np.float64]
     remote: npt.NDArray[np.bool_]
+    avoided: npt.NDArray[np.bool_]
     max_adapters: npt.NDArray[np.float64]
     most_running: npt.NDArray[np.float64]
     index_scale: npt.NDArray[np.float64]
@@ -190,6 +195,9 @@ class FleetState:
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s
         self.max_endpoints = max_endpoints
+        self.busy_above = math.inf
+        self.refuses_when_busy = False
+        self.avoids_zones = False
         self.addresses: tuple[str | None, ...] = ()  # replaced, never changed: a decision may keep the one it saw
         self._slot_of: dict[str, int] = {}
         self._models = _NamesBySlot()

@@ -4,11 +4,18 @@ A pure state machine: evidence and the time go in, the state comes out. It knows
 how often is the business of extproc.fleet. Evidence is kept per endpoint, so a restart of one says nothing of another.
 
     Starting -> Loading -> Warming -> Ready <-> Unhealthy          Ready -> Draining -> Stopped
+                                      Ready <-> Degraded
 
-Warming and Ready take traffic. A probe of an endpoint that takes none is more than its model list: it is a trial, one
-generation of ours (half-open), since an engine that drains or whose core hangs lists its model all the same
-(`wants_trial`). One taken out because requests failed rests first (`Thresholds.cooldown_s`), longer with each fall in
-a row; else it would take traffic for half of every second. A restart ends the rest: what failed is no longer there.
+Warming, Ready and Degraded take traffic, the first and the last a share of it only. A probe of an endpoint that takes
+none is more than its model list: it is a trial, one generation of ours (half-open), since an engine that drains or
+whose core hangs lists its model all the same (`wants_trial`). One taken out because requests failed rests first
+(`Thresholds.cooldown_s`), longer with each fall in a row; else it would take traffic for half of every second. A
+restart ends the rest: what failed is no longer there.
+
+So does the endpoint's breaker (admission/breakers.py): one of whose requests too many fail, though never so many in a
+row, rests for `BreakerSpec.open_s`, and comes back by a trial of ours and as Degraded, until real requests have gone
+well. Whether its pools can do without it is for the fleet to say: it asks `errs_too_much` after each failure, and
+answers with TRIPPED or SPARED.
 
 Rejected: trusting `/health` alone. vLLM answers 200 there while it drains and before its model is usable, so Ready
 needs the model list, and refused connections of real requests count as much as probes do.
@@ -17,12 +24,14 @@ needs the model list, and refused connections of real requests count as much as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+
+from policies.admission.breakers import BreakerSpec, Window
 
 
 class State(IntEnum):
-    """Life-cycle state of an endpoint. Only READY and WARMING take new requests."""
+    """Life-cycle state of an endpoint. Only READY, WARMING and DEGRADED take new requests."""
 
     STARTING = 0
     READY = 1
@@ -33,9 +42,11 @@ class State(IntEnum):
     """It answers, but does not list its model yet."""
     WARMING = 6
     """Takes a share of requests that grows with those it has served."""
+    DEGRADED = 7
+    """Takes a small share of requests until it has served some again: too many timed out, or failed."""
 
 
-TAKE_TRAFFIC = (State.READY, State.WARMING)
+TAKE_TRAFFIC = (State.READY, State.WARMING, State.DEGRADED)
 
 
 class Evidence(IntEnum):
@@ -71,7 +82,19 @@ class Evidence(IntEnum):
     """It says itself that it is on its way: a new process, whose port does not answer yet."""
     WARMED = 14
     """By its own count it has served so many requests since its start, whoever sent them (`warmed_by`)."""
+    TIMED_OUT = 15
+    """A real request was not answered in time."""
+    TRIPPED = 16
+    """Too many of its requests have failed of late (`errs_too_much`), and its pools can do without it."""
+    SPARED = 17
+    """The same, but they cannot."""
+    ACQUITTED = 18
+    """What it was said to have failed was the request's own fault."""
 
+
+FAILURES = (Evidence.FAILED, Evidence.UNFIT, Evidence.TIMED_OUT)
+"""A real request came to nothing at the endpoint."""
+_ANOTHER_PROCESS = (Evidence.PROBE_REFUSED, Evidence.RESTARTED, Evidence.LOADING)
 
 LONGEST_COOLDOWN_S = 60.0
 """No fall, the hundredth in a row neither, keeps an endpoint out for longer than this."""
@@ -83,12 +106,16 @@ class Thresholds:
 
     `cooldown_s`: how long failed requests keep it out the first time; doubled with each further fall in a row.
     `warm_up_requests`: how many a cold engine serves on its way to a whole share of the traffic.
+    `timeouts`: so many in a row make it Degraded; None: they are failed requests as any other. `breaker`: so many
+    errors, in a row or not, take it out; None: none do.
     """
 
     failed_probes: int = 3
     failed_requests: int = 3
     cooldown_s: float = 5.0
     warm_up_requests: int = 0
+    timeouts: int | None = None
+    breaker: BreakerSpec | None = None
 
     def rest_s(self, falls: int) -> float:
         """How long an endpoint stays out after its `falls`-th fall in a row, in seconds."""
@@ -97,6 +124,11 @@ class Thresholds:
 
 _FIRST_SHARE = 0.1
 """A cold engine's share at first: enough to warm it."""
+_DEGRADED_SHARE = 0.1
+"""Enough to see whether it is better."""
+_SERVED_AGAIN = 3
+"""Requests in a row that end Degraded, where the number of timeouts in a row that begin it does not say."""
+_WINDOW_S = 120.0
 _MOST_DOUBLINGS = 16
 """From the shortest cool-down that can be configured to the longest, and far from what a float cannot hold."""
 
@@ -106,7 +138,8 @@ class Lifecycle:
     """The state of one endpoint and the evidence it rests on.
 
     `since_s` is when the state was entered, `falls` how often in a row failed requests took it out, `rests_until_s`
-    the time before which a good probe does not bring it back.
+    the time before which a good probe does not bring it back. `timeouts` and `good` are in a row; `errors` is what the
+    breaker goes by, and `tripped`: it has taken the endpoint out, and real requests have yet to show that it is well.
     """
 
     thresholds: Thresholds
@@ -120,10 +153,25 @@ class Lifecycle:
     cold: bool = True
     served: int = 0
     unfit: bool = False
+    timeouts: int = 0
+    good: int = 0
+    tripped: bool = False
+    errors: Window = field(default_factory=lambda: Window(_WINDOW_S))
+
+    def __post_init__(self) -> None:
+        self.configure(self.thresholds)
+
+    def configure(self, thresholds: Thresholds) -> None:
+        """Go by these from now on."""
+        self.thresholds = thresholds
+        if thresholds.breaker is not None and thresholds.breaker.window_s != self.errors.window_s:
+            self.errors = Window(thresholds.breaker.window_s)
 
     @property
     def share(self) -> float:
-        """Of the traffic it would get if it were Ready, 0..1: one for all but a warming one."""
+        """Of the traffic it would get if it were Ready, 0..1: one for all but a warming and a degraded one."""
+        if self.state is State.DEGRADED:
+            return _DEGRADED_SHARE
         if self.state is not State.WARMING:
             return 1.0
         return max(_FIRST_SHARE, self.served / self.thresholds.warm_up_requests)
@@ -137,37 +185,65 @@ class Lifecycle:
         """So many has the engine served since its start, by its own count. It need not serve them once more."""
         self.served = max(self.served, requests)
 
+    def errs_too_much(self, now_s: float) -> bool:
+        """Its breaker should open. To be asked after a failure, and answered with TRIPPED or SPARED."""
+        breaker = self.thresholds.breaker
+        if breaker is None or self.state not in (*TAKE_TRAFFIC, State.UNHEALTHY):
+            return False
+        if self.tripped:
+            return self.state is State.DEGRADED  # the one that should have shown that it is well
+        return breaker.exceeded_by(*self.errors.counts(now_s))
+
     def observe(self, evidence: Evidence, now_s: float) -> bool:
         """Take one piece of evidence. True if the state changed."""
         if evidence is Evidence.UNFIT:
             self.unfit = True
-        self._count(evidence)
+        self._count(evidence, now_s)
         after, reason = self._next(evidence, now_s)
         if after is self.state:
             self.reason = reason
             return False
-        if after is State.STARTING:
-            self.falls = 0  # taken in anew, by discovery or the operator
-        if after is not State.UNHEALTHY:
-            self.rests_until_s = -math.inf
-        if after is State.READY:
-            self.cold = False
+        self._enter(after)
         self.state, self.reason, self.since_s = after, reason, now_s
         return True
 
-    def _count(self, evidence: Evidence) -> None:
+    def _enter(self, state: State) -> None:
+        """Forget what no longer counts in the new state."""
+        if state is State.STARTING:
+            self.falls = 0  # taken in anew, by discovery or the operator
+        if state is not State.UNHEALTHY:
+            self.rests_until_s = -math.inf
+        if state is State.READY:
+            self.cold = False
+        if state is State.DEGRADED:
+            self.timeouts = self.good = 0
+        elif state is not State.UNHEALTHY:
+            self.tripped = False
+
+    def _count(self, evidence: Evidence, now_s: float) -> None:
         if evidence is Evidence.PROBE_OK:
             self._count_good_probe()
         elif evidence in (Evidence.PROBE_REFUSED, Evidence.PROBE_FAILED):
             self.failed_probes += 1
-        elif evidence is Evidence.SERVED:
-            self._count_served()
-        elif evidence in (Evidence.FAILED, Evidence.UNFIT):
-            self.failed_requests += 1
-        if evidence in (Evidence.PROBE_REFUSED, Evidence.RESTARTED, Evidence.LOADING):
+        elif evidence in (Evidence.SERVED, Evidence.ACQUITTED):
+            self._count_served(evidence, now_s)
+        elif evidence in FAILURES:
+            self._count_failure(evidence, now_s)
+        if evidence in _ANOTHER_PROCESS:
             self.cold, self.unfit, self.served = True, False, 0
             # What failed the requests is gone; what answers there next is another process.
             self.rests_until_s = -math.inf
+            self.timeouts, self.tripped = 0, False
+            self.errors.clear()
+
+    def _count_failure(self, evidence: Evidence, now_s: float) -> None:
+        self.good = 0
+        if evidence is Evidence.TIMED_OUT and self.thresholds.timeouts is not None:
+            self.timeouts += 1
+        else:
+            self.failed_requests += 1
+        if self.state in TAKE_TRAFFIC or not self.cold:  # else it was the process before that failed it
+            self.errors.saw(now_s, good=False)
 
     def _count_good_probe(self) -> None:
         self.failed_probes = 0
@@ -176,8 +252,13 @@ class Lifecycle:
             # fails real requests with 500 would come and go for ever.
             self.failed_requests = 0
 
-    def _count_served(self) -> None:
-        self.failed_requests = 0
+    def _count_served(self, evidence: Evidence, now_s: float) -> None:
+        if evidence is Evidence.ACQUITTED:
+            self.errors.take_back()
+        else:
+            self.errors.saw(now_s, good=True)
+        self.failed_requests = self.timeouts = 0
+        self.good += 1
         self.unfit = False
         self.served += 1
         if self.state in TAKE_TRAFFIC:
@@ -202,9 +283,10 @@ class Lifecycle:
             return State.LOADING, "does not list its model"
         if self.state in TAKE_TRAFFIC:
             return self._next_in_traffic(evidence, now_s)
+        if evidence is Evidence.TRIPPED and self.state is State.UNHEALTHY:
+            return State.UNHEALTHY, self._trip(now_s)
         if evidence is Evidence.PROBE_OK and now_s >= self.rests_until_s:
-            warms_up = self.cold and self.served < self.thresholds.warm_up_requests
-            return State.WARMING if warms_up else State.READY, "answers"
+            return self._back("answers")
         if self.state is not State.UNHEALTHY and evidence is Evidence.PROBE_REFUSED:
             return State.STARTING, "connection refused"
         if self.state is State.STARTING and self.failed_probes:
@@ -212,19 +294,63 @@ class Lifecycle:
         return self.state, self.reason
 
     def _next_in_traffic(self, evidence: Evidence, now_s: float) -> tuple[State, str]:
-        if evidence is Evidence.PROBE_REFUSED:
-            return State.UNHEALTHY, "connection refused"
-        if evidence is Evidence.STUCK:
-            return State.UNHEALTHY, "has requests and makes no progress"
-        if self.failed_probes >= self.thresholds.failed_probes:
-            return State.UNHEALTHY, f"{self.failed_probes} probes failed in a row"
-        if self.failed_requests >= self.thresholds.failed_requests:
-            return State.UNHEALTHY, self._fall(now_s)
-        if evidence is Evidence.UNFIT:
-            return State.UNHEALTHY, "answered 500: shuts down, or is broken"
+        why_out = self._why_out(evidence, now_s)
+        if why_out:
+            return State.UNHEALTHY, why_out
+        if evidence is Evidence.SPARED:
+            return State.DEGRADED, f"{self._take_errors(now_s)}, but cannot be done without"
+        if self.state is State.DEGRADED:
+            return self._next_degraded(evidence)
+        if self.thresholds.timeouts is not None and self.timeouts >= self.thresholds.timeouts:
+            return State.DEGRADED, f"{self.timeouts} requests in a row were not answered in time"
         if self.state is State.WARMING and self.served >= self.thresholds.warm_up_requests:
             return State.READY, f"warmed up by {self.served} requests"
         return self.state, self.reason
+
+    def _why_out(self, evidence: Evidence, now_s: float) -> str:
+        """Why it takes no more traffic; empty if it does."""
+        if evidence is Evidence.PROBE_REFUSED:
+            return "connection refused"
+        if evidence is Evidence.STUCK:
+            return "has requests and makes no progress"
+        if evidence is Evidence.TRIPPED:
+            return self._trip(now_s)
+        if self.failed_probes >= self.thresholds.failed_probes:
+            return f"{self.failed_probes} probes failed in a row"
+        if self.failed_requests >= self.thresholds.failed_requests:
+            return self._fall(now_s)
+        return "answered 500: shuts down, or is broken" if evidence is Evidence.UNFIT else ""
+
+    def _next_degraded(self, evidence: Evidence) -> tuple[State, str]:
+        if evidence is Evidence.RESTARTED:
+            return self._back("restarted")
+        if self.good >= (self.thresholds.timeouts or _SERVED_AGAIN):
+            self.tripped = False
+            return self._back(f"served {self.good} requests in a row again")
+        return self.state, self.reason
+
+    def _back(self, why: str) -> tuple[State, str]:
+        """The state in which it takes traffic again."""
+        if self.tripped:
+            return State.DEGRADED, f"{why} after too many errors; to serve some requests first"
+        warms_up = self.cold and self.served < self.thresholds.warm_up_requests
+        return State.WARMING if warms_up else State.READY, why
+
+    def _trip(self, now_s: float) -> str:
+        """Begin the rest that too many errors bring. Returns the reason."""
+        errors = self._take_errors(now_s)
+        self.tripped = True
+        if self.thresholds.breaker is None:
+            return errors  # switched off since it was asked
+        rest_s = self.thresholds.breaker.open_s
+        self.rests_until_s = max(self.rests_until_s, now_s + rest_s)
+        return f"{errors}, out for {rest_s:g} s"
+
+    def _take_errors(self, now_s: float) -> str:
+        """Say how many they were, and count anew."""
+        bad, total = self.errors.counts(now_s)
+        self.errors.clear()
+        return "failed again" if self.tripped else f"failed {bad} of {total} requests"
 
     def _fall(self, now_s: float) -> str:
         """Begin the rest that failed requests bring. Returns the reason."""

@@ -96,6 +96,8 @@ class Reason(StrEnum):
     CLIENT_REQUESTS = "client_requests"
     CLIENT_CONCURRENCY = "client_concurrency"
     NO_READY_ENDPOINT = "no_ready_endpoint"
+    ALL_BUSY = "all_busy"
+    MODEL_BREAKER = "model_breaker"
     TOO_MANY_REQUESTS = "too_many_requests"
     QUOTA_REQUESTS = "quota_requests"
     QUOTA_TOKENS = "quota_tokens"

@@ -42,6 +42,9 @@ class Operations(Protocol):
     def describe_fleet(self) -> list[dict[str, Any]]:
         """Every endpoint."""
 
+    def breakers(self) -> dict[str, Any]:
+        """The breakers of models and zones."""
+
     def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
         """The newest decisions."""
 
@@ -136,7 +139,8 @@ class AdminServer:
         return _json({"ready": ready, "reason": why}, 200 if ready else 503)
 
     async def _fleet(self, _request: web.Request) -> web.Response:
-        return await self._told({"endpoints": self._operations.describe_fleet()})
+        fleet = {"endpoints": self._operations.describe_fleet(), "breakers": self._operations.breakers()}
+        return await self._told(fleet)
 
     async def _decisions(self, request: web.Request) -> web.Response:
         limit, request_id = _limit(request), request.query.get("request_id")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from extproc.config.policy_kinds import Policy
+from extproc.config.sections.breakers import Breakers
 from extproc.config.sections.callers import Access, Tenants
 from extproc.config.sections.endpoint_sources import Endpoints
 from extproc.config.sections.fields import LAST_PORT, Model, ModelName, Name, Positive, RuleHeader, refuse_twice
@@ -147,6 +148,7 @@ class Config(Model):
     retries: Retries = Retries()
     scrape: Scrape = Scrape()
     probe: Probe = Probe()
+    breakers: Breakers = Breakers()
     limits: Limits = Limits()
     observe: Observe = Observe()
     admin: Admin = Admin()

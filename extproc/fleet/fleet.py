@@ -15,6 +15,7 @@ wrong as well as soon as one pool is busier, and one index for all, which would 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias
@@ -25,11 +26,12 @@ import structlog
 from extproc.config.generations import Generation
 from extproc.config.pool_policies import build, build_policy, policy_of, profile_of, tenant_policies
 from extproc.config.schema import Config, Pool
+from extproc.config.sections.breakers import EndpointBreaker
 from extproc.config.spaces import sections
 from extproc.fleet.discovery.endpoints import Discovered, as_discovered
 from policies.fleet_state import FleetState, TooManyEndpoints
 from policies.kv_forecast import KvForecast
-from policies.lifecycle import Evidence, Lifecycle, State, Thresholds
+from policies.lifecycle import FAILURES, TAKE_TRAFFIC, Evidence, Lifecycle, State, Thresholds
 from policies.placement.ledger import Ledger
 from policies.placement.placement import Placement
 from policies.placement.policy import Policy, PolicySpec
@@ -77,6 +79,9 @@ class FleetEvents(Protocol):
 
     def endpoint_refused(self, pool: str) -> None:
         """An endpoint was not taken, since the fleet is at its bound."""
+
+    def endpoint_tripped(self, address: str, *, spared: bool) -> None:
+        """Too many of an endpoint's requests failed; `spared`: its pools cannot do without it."""
 
 
 class _Member:
@@ -143,6 +148,9 @@ class Fleet:
         self._asks_gpus = False
         self._zone: str | None = None
         self._for_some: dict[tuple[str, str], _ForSome] = {}
+        self._most_out = 1.0
+        self._avoided_zones: frozenset[str] = frozenset()
+        self._zone_sizes: Counter[str] | None = None  # None: to be counted again
 
     # -- configuration and discovery
 
@@ -151,18 +159,16 @@ class Fleet:
         config = generation.config
         policies = [build_policy(pool) for pool in config.pools]  # first, since a third party's may fail
         for_some = self._built_for_some(config)
-        probe = config.probe
-        self._thresholds = Thresholds(
-            probe.failed_probes, probe.failed_requests, probe.cooldown_ms / 1000, probe.warm_up_requests
-        )
-        self._no_progress_s = probe.no_progress_ms / 1000
+        self._thresholds = _thresholds_of(config)
+        self._configure_bounds(config)
+        self._no_progress_s = config.probe.no_progress_ms / 1000
         self._kv_alarm = config.scrape.kv_alarm
         self._zone = config.zone
         self._asks_gpus = config.scrape.dcgm is not None
         if not self._asks_gpus:
             self.gpus_fell_silent()
         for member in self._members.values():
-            member.lifecycle.thresholds = self._thresholds
+            member.lifecycle.configure(self._thresholds)
             member.forecast.alarm_share = self._kv_alarm
             self._apply_zone(member)
         published = self.assignments()
@@ -190,9 +196,17 @@ class Fleet:
                 built[one.pool, one.name] = kept
         return built
 
+    def _configure_bounds(self, config: Config) -> None:
+        """How many endpoints breakers may keep out, and how many requests are too many at one."""
+        endpoint, model = config.breakers.endpoint, config.breakers.model
+        self._most_out = 1.0 if endpoint is None else endpoint.most_out
+        self.state.busy_above = math.inf if endpoint is None else endpoint.busy_above
+        self.state.refuses_when_busy = model is not None and model.all_busy
+
     def _remove_pool(self, name: str) -> None:
         for member in [member for member in self._members.values() if name in member.pools]:
             self._leave(name, member.address)
+        self._zone_sizes = None
         del self.placements[name], self._pools[name]
         self._synced.discard(name)
         log.info("pool removed", pool=name)
@@ -215,6 +229,7 @@ class Fleet:
         placement.ledger.profile = profile_of(pool)
         if self._pools.get(pool.name) != pool:
             placement.use(policy, filters=spec.filters, index_tokens=spec.index_tokens)
+        placement.waits = pool.queue is not None
         placement.calibration.enabled = pool.calibrate_index
         self._pools[pool.name] = pool
 
@@ -231,6 +246,7 @@ class Fleet:
             self._heed_shutdown(pool, endpoint)
             self._note_attributes(endpoint)
         self._synced.add(pool)
+        self._zone_sizes = None
         self._refresh_members(pool)
         if wanted != current:
             log.info("endpoints changed", pool=pool, added=len(wanted - current), removed=len(current - wanted))
@@ -253,6 +269,29 @@ class Fleet:
     def _apply_zone(self, member: _Member) -> None:
         """An endpoint or a Pointsman that does not say where it is is not remote."""
         self.state.remote[member.slot] = None not in (member.zone, self._zone) and member.zone != self._zone
+        self.state.avoided[member.slot] = member.zone in self._avoided_zones
+
+    def avoid_zones(self, zones: frozenset[str]) -> None:
+        """Pass over the endpoints of exactly these zones, as long as there are others."""
+        if zones == self._avoided_zones:
+            return
+        self._avoided_zones = zones
+        self.state.avoids_zones = bool(zones)
+        for member in self._members.values():
+            self._apply_zone(member)
+        (log.warning if zones else log.info)("zones avoided", zones=sorted(zones))
+
+    @property
+    def zone_sizes(self) -> Mapping[str, int]:
+        """How many endpoints each zone has."""
+        if self._zone_sizes is None:
+            self._zone_sizes = Counter(m.zone for m in self._members.values() if m.pools and m.zone is not None)
+        return self._zone_sizes
+
+    def zone_of(self, address: str) -> str | None:
+        """Where an endpoint is, if that is known."""
+        member = self._members.get(address)
+        return None if member is None else member.zone
 
     def _hold(self, member: _Member, who: str, *, drain: bool) -> None:
         """Note that `who` wants it drained, or no more. It serves again when nobody does."""
@@ -385,12 +424,28 @@ class Fleet:
             return
         if evidence is Evidence.PROBE_REFUSED:
             evidence = self._refused(member)
-        if evidence in (Evidence.SERVED, Evidence.FAILED, Evidence.UNFIT):
+        failed = evidence in FAILURES
+        if failed or evidence in (Evidence.SERVED, Evidence.ACQUITTED):
             ewma = self.state.error_ewma
-            ewma[member.slot] += _ERROR_WEIGHT * ((evidence is not Evidence.SERVED) - ewma[member.slot])
+            ewma[member.slot] += _ERROR_WEIGHT * (failed - ewma[member.slot])
         self._observe(member, evidence)
-        if evidence in (Evidence.FAILED, Evidence.UNFIT):
+        if failed:
             self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
+            if member.lifecycle.errs_too_much(self._clock()):
+                self._trip(member)
+
+    def _trip(self, member: _Member) -> None:
+        """Take out an endpoint of whose requests too many fail, unless a pool would be left with too few."""
+        spared = not all(self._can_spare(member, pool) for pool in member.pools)
+        self._events.endpoint_tripped(member.address, spared=spared)
+        self._observe(member, Evidence.SPARED if spared else Evidence.TRIPPED)
+
+    def _can_spare(self, member: _Member, pool: str) -> bool:
+        """Somebody else takes traffic, and no more than a share of the pool is out for its errors."""
+        others = [one.lifecycle for one in self._members.values() if pool in one.pools and one is not member]
+        out = sum(one.tripped and one.state is State.UNHEALTHY for one in others)
+        allowed = max(1, int(self._most_out * (len(others) + 1)))
+        return out < allowed and any(one.state in TAKE_TRAFFIC for one in others)
 
     def _refused(self, member: _Member) -> Evidence:
         """What it means that nothing answers at its port: it has gone, unless it says that it is on its way."""
@@ -645,6 +700,9 @@ class Fleet:
             "state": member.lifecycle.state.name.lower(),
             "state_reason": member.lifecycle.reason,
             "drained_by": sorted(member.drained_by),
+            "zone": member.zone,
+            "busy": bool(figures["in_flight"] + figures["foreign"] > self.state.busy_above),
+            **_describe_errors(member.lifecycle, now_s),
             "state_age_s": round(now_s - member.lifecycle.since_s, 3),
             "observed_age_s": round(now_s - observed_at_s, 3) if observed_at_s > -1e18 else None,
             "source": self.state.source(member.slot, now_s),
@@ -669,6 +727,25 @@ class Fleet:
             "prefill_tokens_per_s": {pool: round(float(rate[0]), 1) for pool, rate in rates.items()},
             "backlog_tokens": {pool: round(float(backlog[0])) for pool, backlog in backlogs.items()},
         }
+
+
+def _thresholds_of(config: Config) -> Thresholds:
+    probe, endpoint = config.probe, config.breakers.endpoint or EndpointBreaker(error_ratio=None, timeouts=None)
+    return Thresholds(
+        failed_probes=probe.failed_probes,
+        failed_requests=probe.failed_requests,
+        cooldown_s=probe.cooldown_ms / 1000,
+        warm_up_requests=probe.warm_up_requests,
+        timeouts=endpoint.timeouts,
+        breaker=endpoint.spec,
+    )
+
+
+def _describe_errors(lifecycle: Lifecycle, now_s: float) -> dict[str, float]:
+    """What its breaker goes by, and for how long it rests."""
+    failed, requests = lifecycle.errors.counts(now_s)
+    rests_s = max(lifecycle.rests_until_s - now_s, 0.0)
+    return {"failed_requests": failed, "recent_requests": requests, "rests_s": round(rests_s, 3)}
 
 
 _PUSHED_ALONE = {

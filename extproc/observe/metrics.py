@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from extproc.breaking import BreakerFigures
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import SOURCES, FleetState
@@ -109,6 +110,9 @@ class Metrics:
 
     def _fleet(self) -> None:
         self._transitions = self._counter("endpoint_transitions", "Life-cycle changes", "endpoint", "to")
+        self._endpoint_trips = self._counter(
+            "endpoint_breaker_trips", "Times too many requests of an endpoint had failed", "endpoint", "result"
+        )
         self._restarts = self._counter("endpoint_restarts", "Engine restarts seen", "endpoint")
         self._engine_finished = self._counter(
             "engine_finished", "Requests engines ended, by their own count", "endpoint", "reason"
@@ -165,6 +169,10 @@ class Metrics:
     ) -> None:
         """Expose what FleetState, the stream counts and the pools' loads hold whenever Prometheus asks."""
         self.registry.register(_StateCollector(state, streams, now, loads))
+
+    def observe_breakers(self, figures: Callable[[], list[BreakerFigures]]) -> None:
+        """Expose where breakers of models and zones stand whenever Prometheus asks."""
+        self.registry.register(_BreakerCollector(figures))
 
     def page(self) -> bytes:
         """The text page."""
@@ -371,6 +379,10 @@ class Metrics:
         """An engine ended requests."""
         self._child(self._engine_finished, address, reason).inc(count)
 
+    def endpoint_tripped(self, address: str, *, spared: bool) -> None:
+        """Too many requests of an endpoint had failed."""
+        self._child(self._endpoint_trips, address, "spared" if spared else "out").inc()
+
     def endpoint_refused(self, pool: str) -> None:
         """An endpoint was not taken."""
         self._child(self._refused_endpoints, pool).inc()
@@ -549,6 +561,26 @@ class _StateCollector(Collector):
             else:
                 family = GaugeMetricFamily(f"pointsman_{name}", name, value=value)
             yield family
+
+
+class _BreakerCollector(Collector):
+    """Where breakers stand, and how often they opened, when asked."""
+
+    def __init__(self, figures: Callable[[], list[BreakerFigures]]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterable[Metric]:
+        """Two families for each kind."""
+        figures = self._figures()
+        for kind, label in (("model", "pool"), ("zone", "zone")):
+            text = "0 closed, 1 half-open, 2 open"
+            position = GaugeMetricFamily(f"pointsman_{kind}_breaker", text, labels=(label,))
+            trips = CounterMetricFamily(f"pointsman_{kind}_breaker_trips", "Times it opened", labels=(label,))
+            for one in figures:
+                if one.kind == kind:
+                    position.add_metric((one.name,), one.position)
+                    trips.add_metric((one.name,), one.trips)
+            yield from (position, trips)
 
 
 def _gauge(

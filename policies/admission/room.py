@@ -23,7 +23,7 @@ class RoomSpec:
     """An endpoint has room while it has less than `busy_s` of prefill to do, and its batch and cache have places.
 
     `endpoint_requests`: no more at once, beside what the profile says of the engine's batch. `kv_full_in_s`: a cache
-    that will be full so soon has no room.
+    that will be full so soon has no room. One that warms up or is degraded has its share of all that.
     """
 
     busy_s: float = 1.0
@@ -34,10 +34,10 @@ class RoomSpec:
 def with_room(view: View, spec: RoomSpec) -> Mask:
     """Which candidates have room for any request at all, shape (n,)."""
     ledger, slots = view.ledger, view.slots
-    rate = ledger.rate(slots)
+    rate, share = ledger.rate(slots), view.state.traffic_share[slots]
     running = view.in_flight + view.foreign
-    places = running < min(spec.endpoint_requests, ledger.profile.max_num_seqs)
-    at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s
+    places = running < min(spec.endpoint_requests, ledger.profile.max_num_seqs) * share
+    at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s * share
     filling = (view.state.kv_full_in_s[slots] < spec.kv_full_in_s) & (running > 0)
     room: Mask = places & at_leisure & ~filling
     return room

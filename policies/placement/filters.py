@@ -1,7 +1,8 @@
 """Hard constraints: which endpoints may take this request at all.
 
-A filter only removes; no score brings an endpoint back. Each returns a mask over the view's candidates. `ready` and
-`model` always apply; the rest are named by the policy.
+A filter only removes; no score brings an endpoint back. Each returns a mask over the view's candidates, or None to
+keep them all. `ready`, `model` and `subset` always apply, and so do, after all others, `busy` and `zone`; the rest are
+named by the policy.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from policies.lifecycle import State
 from policies.placement.view import View
 from policies.types import Mask
 
-Filter: TypeAlias = Callable[[View], Mask]
+Filter: TypeAlias = Callable[[View], Mask | None]
 
 
 def ready(view: View) -> Mask:
-    """In state Ready or Warming, and acknowledged by every connected Envoy.
+    """In state Ready, Warming or Degraded, and acknowledged by every connected Envoy.
 
-    A warming one is left out by chance, so that its share of the requests is what it can bear; unless it is all there
-    is.
+    The latter two are left out by chance, so that their share of the requests is what they can bear; unless they are
+    all there is.
     """
     state, slots = view.state, view.slots
     states = state.state[slots]
     takes: Mask = (states == State.READY) & state.routable[slots]
-    warming = (states == State.WARMING) & state.routable[slots]
-    if not warming.any():
+    in_part = ((states == State.WARMING) | (states == State.DEGRADED)) & state.routable[slots]
+    if not in_part.any():
         return takes
     drawn = np.array([view.rng.random() for _ in range(len(slots))])
-    some: Mask = takes | (warming & (drawn < state.traffic_share[slots]))
-    return some if some.any() else warming
+    some: Mask = takes | (in_part & (drawn < state.traffic_share[slots]))
+    return some if some.any() else in_part
 
 
 def model(view: View) -> Mask:
@@ -74,11 +75,30 @@ def exceeds_context(view: View) -> bool:
     return bool(view.state.context_tokens[view.slots].max() < view.request.input_tokens)
 
 
+def busy(view: View) -> Mask | None:
+    """Has no more requests, ours and others', than an endpoint may have; where all have, the fleet's word decides."""
+    state = view.state
+    if state.busy_above == np.inf:
+        return None
+    free: Mask = view.in_flight + view.foreign <= state.busy_above
+    return free if free.any() or state.refuses_when_busy else None
+
+
+def zone(view: View) -> Mask | None:
+    """In a zone that is not avoided for its errors, as long as there is one."""
+    if not view.state.avoids_zones:
+        return None
+    kept: Mask = ~view.state.avoided[view.slots]
+    return kept if kept.any() else None
+
+
 FILTERS: dict[str, Filter] = {
     "ready": ready,
     "model": model,
     "subset": subset,
     "excluded": excluded,
     "context": context,
+    "busy": busy,
+    "zone": zone,
 }
 """Filters by the name a config uses."""

@@ -18,7 +18,7 @@ import numpy as np
 from policies.admission.class_use import ClassUse
 from policies.fleet_state import FleetState
 from policies.placement.calibration import Calibration
-from policies.placement.filters import FILTERS, Filter, exceeds_context, ready
+from policies.placement.filters import FILTERS, Filter, busy, exceeds_context, ready
 from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy
 from policies.placement.prefix_index import PrefixIndex
@@ -27,6 +27,8 @@ from policies.types import Choice, Decision, Fallback, Filtered, Floats, Inferen
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
+_LAST = ("busy", "zone")
+"""The same; these choose among the candidates that all others leave."""
 _Filters: TypeAlias = list[tuple[str, Filter]]
 
 
@@ -36,9 +38,17 @@ class Unplaceable:
 
     filtered: Filtered
 
+    @property
+    def last_filter(self) -> str | None:
+        """The one that removed the last; None in an empty pool."""
+        return self.filtered[-1][0] if self.filtered else None
+
 
 class Placement:
-    """The endpoints of one pool and how to choose among them. It lives as long as the pool: a reload swaps parts."""
+    """The endpoints of one pool and how to choose among them. It lives as long as the pool: a reload swaps parts.
+
+    `waits`: requests wait for room here, so nobody is passed over or refused for being busy.
+    """
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class Placement:
         self.class_use = ClassUse()
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
+        self.waits = False
         self._own_blocks = count(-1, -1)  # no hash is negative
         self._for_some: dict[str, tuple[Policy, _Filters]] = {}
         self.use(policy, filters=filters)
@@ -249,8 +260,8 @@ class Placement:
         for name, keep in self._way(view.request)[1]:
             if not len(view.slots):
                 break
-            mask = keep(view)
-            if mask.all():
+            mask = None if self.waits and keep is busy else keep(view)
+            if mask is None or mask.all():
                 continue
             filtered = (*filtered, *_named(name, view.take(~mask)))
             view = view.take(mask)
@@ -265,7 +276,7 @@ def _named(name: str, removed: View) -> Filtered:
 
 def _filters(names: Iterable[str]) -> _Filters:
     """The filters of these names beside the ones that always apply. Raise ValueError for an unknown one."""
-    wanted = dict.fromkeys((*_ALWAYS, *names))
+    wanted = dict.fromkeys((*_ALWAYS, *(name for name in names if name not in _LAST), *_LAST))
     unknown = [name for name in wanted if name not in FILTERS]
     if unknown:
         raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")

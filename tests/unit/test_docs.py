@@ -177,6 +177,7 @@ def _families() -> list[Metric]:
     streams = ("ext_proc_streams_opened_total", "ext_proc_streams_ended_total", "ext_proc_streams_open",
                "requests_unsettled", "prefill_rates_misread_total", "guard_clients_forgotten_total")  # fmt: skip
     metrics.observe_state(state, lambda: dict.fromkeys(streams, 0.0), lambda: 0.0)
+    metrics.observe_breakers(list)
     return list(metrics.registry.collect())
 
 

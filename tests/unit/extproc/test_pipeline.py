@@ -124,6 +124,9 @@ class Counted:
     def engine_finished(self, address: str, reason: str, count: float) -> None:
         """Not looked at."""
 
+    def endpoint_tripped(self, address: str, *, spared: bool) -> None:
+        """Not looked at."""
+
     def endpoint_refused(self, pool: str) -> None:
         """Not looked at."""
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.lifecycle import LONGEST_COOLDOWN_S, Evidence, Lifecycle, State, Thresholds
+from policies.admission.breakers import BreakerSpec
+from policies.lifecycle import LONGEST_COOLDOWN_S, TAKE_TRAFFIC, Evidence, Lifecycle, State, Thresholds
 
-STARTING, READY, DRAINING, UNHEALTHY, STOPPED, LOADING, WARMING = State
+STARTING, READY, DRAINING, UNHEALTHY, STOPPED, LOADING, WARMING, DEGRADED = State
 THRESHOLDS = Thresholds(failed_probes=3, failed_requests=2, cooldown_s=5.0)
 WARMED = Thresholds(failed_probes=3, failed_requests=2, cooldown_s=5.0, warm_up_requests=4)
 
@@ -26,6 +27,7 @@ def in_state(state: State) -> Lifecycle:
         STOPPED: [Evidence.REMOVED],
         LOADING: [Evidence.NO_MODEL],
         WARMING: [Evidence.PROBE_OK],
+        DEGRADED: [Evidence.PROBE_OK, Evidence.SPARED],
     }[state]
     for evidence in path:
         lifecycle.observe(evidence, 1.0)
@@ -45,10 +47,12 @@ MOVES = {
     (LOADING, Evidence.REMOVED): STOPPED,
     **{
         (serving, evidence): after
-        for serving in (READY, WARMING)
+        for serving in (READY, WARMING, DEGRADED)
         for evidence, after in (
             (Evidence.UNFIT, UNHEALTHY),
             (Evidence.STUCK, UNHEALTHY),
+            (Evidence.TRIPPED, UNHEALTHY),
+            (Evidence.SPARED, DEGRADED),
             (Evidence.NO_MODEL, LOADING),
             (Evidence.LOADING, LOADING),
             (Evidence.PROBE_REFUSED, UNHEALTHY),
@@ -56,6 +60,7 @@ MOVES = {
             (Evidence.REMOVED, STOPPED),
         )
     },
+    (DEGRADED, Evidence.RESTARTED): READY,
     (UNHEALTHY, Evidence.PROBE_OK): READY,
     (UNHEALTHY, Evidence.LOADING): LOADING,
     (UNHEALTHY, Evidence.DRAIN): DRAINING,
@@ -315,6 +320,180 @@ def test_no_cooldown_is_no_rest() -> None:
     assert lifecycle.observe(Evidence.PROBE_OK, 10.0)
 
 
+# -- timeouts in a row, and the breaker
+
+PATIENT = Thresholds(failed_requests=3, timeouts=3)
+BREAKER = BreakerSpec(error_ratio=0.1, window_s=120.0, least_requests=20, open_s=180.0)
+BROKEN = Thresholds(failed_requests=3, breaker=BREAKER)
+
+
+def serving(thresholds: Thresholds) -> Lifecycle:
+    """An endpoint in service."""
+    lifecycle = Lifecycle(thresholds)
+    lifecycle.observe(Evidence.PROBE_OK, 0.0)
+    return lifecycle
+
+
+def flaky(lifecycle: Lifecycle, now_s: float, *, good: int = 9) -> bool:
+    """Requests of which every so many end badly, until it errs too much or 200 have ended; whether it does."""
+    for number in range(200):
+        failed = number % (good + 1) == good
+        lifecycle.observe(Evidence.FAILED if failed else Evidence.SERVED, now_s)
+        if failed and lifecycle.errs_too_much(now_s):
+            return True
+    return False
+
+
+def tripped(now_s: float = 100.0) -> Lifecycle:
+    """An endpoint that its breaker has taken out."""
+    lifecycle = serving(BROKEN)
+    assert flaky(lifecycle, now_s, good=4)
+    assert lifecycle.observe(Evidence.TRIPPED, now_s)
+    return lifecycle
+
+
+def test_timeouts_in_a_row_degrade_an_endpoint() -> None:
+    """It is not out, and gets little; they are no failed requests, which would take it out."""
+    lifecycle = serving(PATIENT)
+    for evidence in (Evidence.TIMED_OUT, Evidence.TIMED_OUT, Evidence.SERVED, Evidence.TIMED_OUT, Evidence.TIMED_OUT):
+        lifecycle.observe(evidence, 1.0)
+    assert (lifecycle.state, lifecycle.share) == (READY, 1.0)
+    assert lifecycle.observe(Evidence.TIMED_OUT, 2.0)
+    assert (lifecycle.state, lifecycle.share) == (DEGRADED, 0.1)
+    assert lifecycle.reason == "3 requests in a row were not answered in time"
+
+
+def test_a_degraded_endpoint_is_back_once_it_has_served_as_many_in_a_row() -> None:
+    """A failure in between begins the row anew, whatever kind it is."""
+    lifecycle = serving(PATIENT)
+    for _ in range(5):
+        lifecycle.observe(Evidence.TIMED_OUT, 1.0)
+    for evidence in (Evidence.SERVED, Evidence.SERVED, Evidence.FAILED, Evidence.SERVED, Evidence.SERVED):
+        assert not lifecycle.observe(evidence, 2.0)
+    assert lifecycle.observe(Evidence.SERVED, 3.0)
+    assert (lifecycle.state, lifecycle.share) == (READY, 1.0)
+    assert lifecycle.reason == "served 3 requests in a row again"
+
+
+def test_without_a_limit_on_timeouts_they_are_failed_requests() -> None:
+    """As any other."""
+    lifecycle = serving(Thresholds(failed_requests=3))
+    for _ in range(3):
+        lifecycle.observe(Evidence.TIMED_OUT, 1.0)
+    assert (lifecycle.state, lifecycle.reason) == (UNHEALTHY, "3 requests failed in a row, out for 5 s")
+
+
+def test_a_degraded_endpoint_that_was_cold_goes_on_warming_up() -> None:
+    """What it has served counts; but it has not served enough."""
+    lifecycle = serving(Thresholds(warm_up_requests=10, timeouts=2))
+    for evidence in (Evidence.TIMED_OUT, Evidence.TIMED_OUT, Evidence.SERVED, Evidence.SERVED):
+        lifecycle.observe(evidence, 1.0)
+    assert (lifecycle.state, lifecycle.share) == (WARMING, 0.2)
+
+
+@pytest.mark.parametrize(("good", "errs"), [(9, False), (8, True)], ids=["every tenth fails", "every ninth"])
+def test_an_endpoint_errs_too_much_beyond_its_share_of_errors(good: int, *, errs: bool) -> None:
+    """Though there are never two failures in a row."""
+    lifecycle = serving(BROKEN)
+    assert flaky(lifecycle, 1.0, good=good) is errs
+    assert lifecycle.state is READY  # it is for the fleet to say what follows
+
+
+def test_a_tripped_endpoint_rests_whatever_its_probes_say() -> None:
+    """For `open_s`; a trial is wanted only then."""
+    lifecycle = tripped(100.0)
+    assert (lifecycle.state, lifecycle.reason) == (UNHEALTHY, "failed 4 of 20 requests, out for 180 s")
+    assert not lifecycle.observe(Evidence.PROBE_OK, 279.9)
+    assert not lifecycle.wants_trial(279.9)
+    assert lifecycle.wants_trial(280.0)
+
+
+def test_a_tripped_endpoint_comes_back_with_a_small_share() -> None:
+    """After the trial of ours real requests have to go well, and then it is as good as any."""
+    lifecycle = tripped(100.0)
+    lifecycle.observe(Evidence.PROBE_OK, 280.0)
+    assert (lifecycle.state, lifecycle.share) == (DEGRADED, 0.1)
+    for _ in range(3):
+        lifecycle.observe(Evidence.SERVED, 281.0)
+    assert lifecycle.state is READY
+    assert not flaky(lifecycle, 282.0, good=9)
+
+
+def test_a_tripped_endpoint_that_fails_again_rests_again() -> None:
+    """At once, not after another twenty."""
+    lifecycle = tripped(100.0)
+    lifecycle.observe(Evidence.PROBE_OK, 280.0)
+    lifecycle.observe(Evidence.SERVED, 281.0)
+    lifecycle.observe(Evidence.FAILED, 282.0)
+    assert lifecycle.errs_too_much(282.0)
+    lifecycle.observe(Evidence.TRIPPED, 282.0)
+    assert lifecycle.reason == "failed again, out for 180 s"
+    assert not lifecycle.wants_trial(461.9)
+    assert lifecycle.wants_trial(462.0)
+
+
+@pytest.mark.parametrize("evidence", [Evidence.PROBE_REFUSED, Evidence.RESTARTED])
+def test_a_restart_ends_the_breakers_rest_and_forgets_its_errors(evidence: Evidence) -> None:
+    """Another process answers there; what still fails was sent to the one before."""
+    lifecycle = tripped(100.0)
+    lifecycle.observe(evidence, 110.0)
+    for _ in range(50):
+        lifecycle.observe(Evidence.FAILED, 110.0)
+    assert not lifecycle.errs_too_much(110.0)
+    assert lifecycle.observe(Evidence.PROBE_OK, 111.0)
+    assert lifecycle.state is READY
+    lifecycle.observe(Evidence.FAILED, 112.0)
+    assert not lifecycle.errs_too_much(112.0)
+
+
+def test_an_endpoint_out_for_failures_in_a_row_may_trip_as_well() -> None:
+    """Then it rests for longer; but what fails during that rest was sent before and does not prolong it."""
+    lifecycle = serving(BROKEN)
+    for _ in range(20):
+        lifecycle.observe(Evidence.FAILED, 100.0)
+    assert lifecycle.state is UNHEALTHY
+    assert lifecycle.errs_too_much(100.0)
+    lifecycle.observe(Evidence.TRIPPED, 100.0)
+    for _ in range(50):
+        lifecycle.observe(Evidence.FAILED, 120.0)
+    assert not lifecycle.errs_too_much(120.0)
+    assert lifecycle.wants_trial(280.0)
+
+
+def test_an_endpoint_that_cannot_be_done_without_is_degraded_instead() -> None:
+    """And back once it serves; its errors are counted anew."""
+    lifecycle = serving(BROKEN)
+    assert flaky(lifecycle, 1.0, good=4)
+    lifecycle.observe(Evidence.SPARED, 1.0)
+    assert (lifecycle.state, lifecycle.reason) == (DEGRADED, "failed 4 of 20 requests, but cannot be done without")
+    lifecycle.observe(Evidence.FAILED, 2.0)
+    assert not lifecycle.errs_too_much(2.0)
+    for _ in range(3):
+        lifecycle.observe(Evidence.SERVED, 2.0)
+    assert lifecycle.state is READY
+
+
+def test_what_was_the_requests_own_fault_is_taken_back() -> None:
+    """A client that breaks every engine cannot take one out."""
+    lifecycle = serving(BROKEN)
+    for number in range(100):
+        lifecycle.observe(Evidence.UNFIT, float(number))
+        assert not lifecycle.errs_too_much(float(number))
+        lifecycle.observe(Evidence.ACQUITTED, float(number))
+        lifecycle.observe(Evidence.PROBE_OK, float(number))
+    assert lifecycle.state is READY
+
+
+def test_thresholds_may_change_while_it_rests() -> None:
+    """The rest that has begun goes on; another window starts empty."""
+    lifecycle = tripped(100.0)
+    lifecycle.configure(Thresholds(breaker=BreakerSpec(0.1, window_s=60.0, open_s=10.0)))
+    assert not lifecycle.wants_trial(279.9)
+    lifecycle.configure(Thresholds())
+    assert not lifecycle.errs_too_much(281.0)
+    assert lifecycle.observe(Evidence.PROBE_OK, 281.0)
+
+
 def test_refused_connections_are_felt_at_once_and_say_why() -> None:
     """Nothing listens: no need to wait for a third."""
     lifecycle = in_state(READY)
@@ -337,7 +516,7 @@ def test_a_drained_endpoint_needs_a_probe_to_come_back() -> None:
     thresholds=st.builds(Thresholds, st.integers(1, 4), st.integers(1, 4)),
 )
 def test_no_history_breaks_the_rules(evidence: list[Evidence], thresholds: Thresholds) -> None:
-    """Ready only by a good probe, a drain ends only by undrain or removal, stopped ends only by being listed."""
+    """Back only by a good probe, a drain ends only by undrain or removal, stopped ends only by being listed."""
     lifecycle = Lifecycle(thresholds)
     for moment, seen in enumerate(evidence):
         before, since_s = lifecycle.state, lifecycle.since_s
@@ -345,14 +524,14 @@ def test_no_history_breaks_the_rules(evidence: list[Evidence], thresholds: Thres
         after = lifecycle.state
         assert changed is (after is not before)
         assert lifecycle.since_s == (float(moment) if changed else since_s)
-        if after is READY and changed:
+        if after in TAKE_TRAFFIC and before not in TAKE_TRAFFIC:
             assert seen is Evidence.PROBE_OK
         if before is DRAINING and changed:
             assert (seen, after) in {(Evidence.UNDRAIN, STARTING), (Evidence.REMOVED, STOPPED)}
         if before is STOPPED and changed:
             assert (seen, after) == (Evidence.LISTED, STARTING)
         if after is UNHEALTHY and changed:
-            assert before is READY
+            assert before in TAKE_TRAFFIC
         if seen is Evidence.REMOVED:
             assert after is STOPPED
 

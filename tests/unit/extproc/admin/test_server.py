@@ -42,6 +42,10 @@ class Operations:
         self._note_thread("fleet")
         return [{"endpoint": ADDRESS, "state": "ready"}]
 
+    def breakers(self) -> dict[str, Any]:
+        """One breaker."""
+        return {"models": {"p": {"position": "open"}}, "zones": {}}
+
     def decisions(self, limit: int, request_id: str | None) -> list[dict[str, Any]]:
         """One decision."""
         self._note_thread("decisions")
@@ -138,7 +142,13 @@ async def test_it_says_whether_it_is_ready_and_why_not(house: House) -> None:
 
 async def test_the_fleet_is_told(house: House) -> None:
     """Every endpoint."""
-    assert await house.ask("GET", "/v1/fleet") == (200, {"endpoints": [{"endpoint": ADDRESS, "state": "ready"}]})
+    assert await house.ask("GET", "/v1/fleet") == (
+        200,
+        {
+            "endpoints": [{"endpoint": ADDRESS, "state": "ready"}],
+            "breakers": {"models": {"p": {"position": "open"}}, "zones": {}},
+        },
+    )
 
 
 async def test_the_config_in_force_is_told(house: House) -> None:

@@ -16,6 +16,7 @@ from extproc.config.pool_policies import policy_of, presets
 from extproc.config.schema import Config
 from extproc.config.sections.endpoint_sources import Endpoint
 from extproc.config.sections.fields import check_address
+from policies.placement.filters import FILTERS
 from policies.placement.profiles import Profile
 from policies.placement.rotation import ConsistentHashSpec
 from policies.placement.scorers import SCORERS
@@ -134,7 +135,7 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
         ),
         (
             pool("policy: {filters: [nope]}"),
-            "f.yaml: pools[0].policy: unknown filter 'nope'; there are: context, excluded, model, ready, subset",
+            f"f.yaml: pools[0].policy: unknown filter 'nope'; there are: {', '.join(sorted(FILTERS))}",
         ),
         (
             pool("policy: {kind: nope}"),

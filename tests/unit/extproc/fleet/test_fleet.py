@@ -55,6 +55,9 @@ class Events:
         """Ended by the engine's count."""
         self.seen.append((address, reason, count))
 
+    def endpoint_tripped(self, address: str, *, spared: bool) -> None:
+        """Not looked at."""
+
     def endpoint_refused(self, pool: str) -> None:
         """Not taken."""
         self.seen.append((pool, "refused"))
@@ -829,6 +832,12 @@ def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
         "weight": 1.0,
         "cost": 0.0,
         "remote": False,
+        "avoided": False,
+        "zone": None,
+        "busy": False,
+        "failed_requests": 0,
+        "recent_requests": 0,
+        "rests_s": 0.0,
         "max_adapters": 0.0,
         "traffic_share": 1.0,
         "has_metrics": True,

@@ -65,6 +65,7 @@ def count_everything(house: House, address: str) -> None:
     house.metrics.attempt_failed(address, "status_503")
     house.metrics.endpoint_changed(address, State.STARTING, State.READY)
     house.metrics.endpoint_restarted(address)
+    house.metrics.endpoint_tripped(address, spared=False)
 
 
 def test_an_endpoints_series_go_with_it(house: House) -> None:
@@ -267,6 +268,8 @@ def report_everything(metrics: Metrics) -> None:
     metrics.reloaded(ok=False)
     metrics.generation_in_force(4)
     metrics.endpoint_refused("p")
+    metrics.endpoint_tripped(A, spared=False)
+    metrics.endpoint_tripped(A, spared=True)
     metrics.scraped(ok=True)
     metrics.probed(ok=False)
     metrics.discovered("p", ok=True)
@@ -279,6 +282,8 @@ def test_every_event_has_its_name(house: House) -> None:
     """What each of the parts reports, under the names the docs give."""
     report_everything(house.metrics)
     assert house.value("refusals_total", reason="body_too_large", status="413") == 1
+    assert house.value("endpoint_breaker_trips_total", endpoint=A, result="out") == 1
+    assert house.value("endpoint_breaker_trips_total", endpoint=A, result="spared") == 1
     assert house.value("answers_total", what="models") == 1
     assert house.value("fallbacks_total", reason="stale_figures") == 1
     assert house.value("requests_moved_total", pool="p") == 1

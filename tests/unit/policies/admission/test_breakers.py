@@ -101,6 +101,69 @@ def test_after_a_good_trial_it_starts_afresh() -> None:
     assert breaker.position(180.0) is Position.CLOSED
 
 
+def outcomes(breaker: Breaker, endpoint: str, *, good: int, bad: int) -> None:
+    """What became of requests at one of several endpoints."""
+    for _ in range(good):
+        breaker.saw(0, 0.0, good=True, by=endpoint)
+    for _ in range(bad):
+        breaker.saw(0, 0.0, good=False, by=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "position"),
+    [
+        ((0, 100), (50, 0), Position.CLOSED),
+        ((0, 100), (10, 9), Position.CLOSED),
+        ((0, 100), (15, 5), Position.OPEN),
+        ((60, 40), (60, 40), Position.OPEN),
+        ((2_000, 60), (20, 50), Position.CLOSED),
+    ],
+    ids=["one is down", "of the other is too little known", "both", "both in part", "nearly all went well"],
+)
+def test_one_endpoint_alone_opens_nothing_for_others(
+    first: tuple[int, int], second: tuple[int, int], position: Position
+) -> None:
+    """Good and bad outcomes of two. The worst one's are its own affair; without them it must be too many as well."""
+    breaker = Breaker(BreakerSpec(error_ratio=0.1))
+    outcomes(breaker, "a", good=first[0], bad=first[1])
+    outcomes(breaker, "b", good=second[0], bad=second[1])
+    assert breaker.position(0.0) is position
+
+
+def test_a_trial_tells_when_to_come_again() -> None:
+    """While it rests, at its end; then when the trial is expected to be over."""
+    breaker = fed(0, 20)
+    assert breaker.retry_after_s(100.0, 5.0) == 80.0
+    assert breaker.retry_after_s(180.0, 5.0) == 0.0
+    assert breaker.admit(181.0) is not None
+    assert breaker.retry_after_s(183.0, 5.0) == 3.0
+    assert breaker.retry_after_s(190.0, 5.0) == 0.0
+    assert breaker.is_shut(190.0)
+
+
+def test_new_limits_apply_at_once_and_keep_what_was_seen() -> None:
+    """A rest that has begun goes on; another window begins empty."""
+    breaker = fed(80, 8)
+    breaker.configure(BreakerSpec(error_ratio=0.05))
+    assert breaker.saw(0, 0.0, good=False)
+    breaker.configure(BreakerSpec(error_ratio=0.5, open_s=1.0))
+    assert breaker.retry_after_s(0.0) == 180.0
+    other = fed(0, 19)
+    other.configure(BreakerSpec(error_ratio=0.1, window_s=60.0))
+    assert other.counts(0.0) == (0, 0)
+
+
+def test_a_bad_outcome_can_be_taken_back() -> None:
+    """Where there is one."""
+    window = Window(120.0)
+    window.take_back()
+    window.saw(0.0, good=False)
+    window.saw(30.0, good=True)
+    window.take_back()
+    window.take_back()
+    assert window.counts(30.0) == (0, 1)
+
+
 @given(st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=200))
 def test_a_window_holds_what_a_plain_list_would(outcomes: list[tuple[float, bool]]) -> None:
     """But for the width of a slice."""

@@ -51,6 +51,16 @@ def test_a_full_batch_has_no_room(view_of: Views, state: FleetState) -> None:
     assert with_room(view, RoomSpec(endpoint_requests=2)).tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize(("running", "room"), [(0, ALL), (1, [False, True, True, True])])
+def test_an_endpoint_that_gets_a_share_has_a_share_of_the_room(
+    view_of: Views, state: FleetState, running: int, room: list[bool]
+) -> None:
+    """One that is degraded or warms up is not filled like any other just because requests wait."""
+    state.traffic_share[0] = 0.1
+    state.in_flight[:4] = running
+    assert with_room(view_of(), RoomSpec(endpoint_requests=10)).tolist() == room
+
+
 def test_a_cache_about_to_be_full_has_no_room(view_of: Views, state: FleetState) -> None:
     """By its trend; but not one that nothing runs on, whose figures must be old."""
     state.kv_full_in_s[:4] = [1.0, 5.0, 1.0, np.inf]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
+import pytest
 
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement import filters
+from policies.placement.placement import Placement
+from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
+from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec
+from policies.types import Decision, Mask
 
 Views = Callable[..., View]
 
@@ -20,6 +26,16 @@ def test_only_ready_and_acknowledged_endpoints_take_traffic(state: FleetState, v
     state.state[1] = State.UNHEALTHY
     state.routable[2] = False
     assert filters.ready(view_of()).tolist() == [False, False, False, True]
+
+
+def test_a_degraded_endpoint_is_a_candidate_now_and_then(state: FleetState, view_of: Views) -> None:
+    """By its share; and always where it is all there is."""
+    state.state[0], state.traffic_share[0] = State.DEGRADED, 0.1
+    view = view_of()
+    among = sum(bool(mask[0]) for mask in (filters.ready(view) for _ in range(1_000)))
+    assert 50 < among < 150
+    state.state[1:4] = State.UNHEALTHY
+    assert all(filters.ready(view)[0] for _ in range(100))
 
 
 def test_an_endpoint_must_list_the_model(state: FleetState, view_of: Views) -> None:
@@ -52,3 +68,54 @@ def test_a_subset_allows_by_address_or_by_host(view_of: Views) -> None:
     assert filters.subset(view_of(subset=("10.0.0.1:81",))).tolist() == [False] * 4
     assert filters.subset(view_of(subset=())).tolist() == [False] * 4
     assert filters.subset(view_of()).tolist() == [True] * 4
+
+
+def test_busy_endpoints_are_left_alone_while_there_are_others(state: FleetState, view_of: Views) -> None:
+    """By ours and others' requests; those of others only as long as the figures are fresh."""
+    state.in_flight[:4] = [9, 8, 10, 0]
+    state.foreign[1] = 2
+    assert filters.busy(view_of()) is None
+    state.busy_above = 9.0
+    assert mask_of(filters.busy(view_of())) == [True, False, False, True]
+    assert mask_of(filters.busy(view_of(now_s=60.0))) == [True, True, False, True]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_where_all_are_busy_the_config_decides(state: FleetState, view_of: Views, *, refuses: bool) -> None:
+    """Nobody is left, or everybody."""
+    state.in_flight[:4] = 10
+    state.busy_above, state.refuses_when_busy = 9.0, refuses
+    assert mask_of(filters.busy(view_of())) == [not refuses] * 4
+
+
+def test_an_avoided_zone_takes_what_no_other_can(state: FleetState, view_of: Views) -> None:
+    """As long as another zone has a candidate it gets nothing; and where none has, all there is."""
+    assert filters.zone(view_of()) is None
+    state.avoids_zones = True
+    state.avoided[:2] = True
+    assert mask_of(filters.zone(view_of())) == [False, False, True, True]
+    state.avoided[:4] = True
+    assert mask_of(filters.zone(view_of())) == [True] * 4
+
+
+def mask_of(mask: Mask | None) -> list[bool]:
+    """What a filter keeps of four."""
+    return [True] * 4 if mask is None else [bool(kept) for kept in mask]
+
+
+def test_busy_and_zone_come_last_and_show_in_the_explanation(state: FleetState, view_of: Views) -> None:
+    """So that they see only who could take the request, wherever a policy names them."""
+    policy = Weighted(WeightedSpec(scorers=(ScorerWeight(name="least_request", weight=1),)))
+    placement = Placement("pool", policy, PrefixIndex(1_000), filters=("zone", "excluded"))
+    placement.set_members(range(4))
+    state.avoids_zones, state.busy_above = True, 9.0
+    state.avoided[:3], state.in_flight[:4] = True, [10, 0, 0, 0]
+    request = view_of(excluded=frozenset({"10.0.0.3:80"})).request
+    decision = placement.choose(request, state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    assert set(decision.addresses) == {"10.0.0.1:80", "10.0.0.2:80"}  # the zone that is not avoided has nobody
+    assert decision.filtered == (("excluded", ("10.0.0.3:80",)), ("busy", ("10.0.0.0:80",)))
+    free = placement.choose(view_of().request, state, 0.0, Random(1))
+    assert isinstance(free, Decision)
+    assert free.addresses == ("10.0.0.3:80",)
+    assert free.filtered[-1] == ("zone", ("10.0.0.1:80", "10.0.0.2:80"))
