@@ -20,6 +20,7 @@ from policies.placement.placement import Placement
 
 _LEAVING = (State.DRAINING, State.STOPPED)
 _SERVING = (State.READY, State.WARMING)
+"""Not the degraded: what they should run, others have to."""
 
 
 @dataclass(frozen=True, slots=True)
