@@ -44,6 +44,7 @@ from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
 from extproc.precise import index_order
 from extproc.quotas import Quotas
+from extproc.retries import RetryBudgets
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
 from extproc.senses.targets import targets_of
@@ -86,6 +87,7 @@ class App:
         self.decision_log = DecisionLog(config.observe.decisions)
         self._request_log = _request_log(config, self.metrics)
         self._quotas = Quotas(config, self.metrics, time.time)
+        self._retry_budgets = RetryBudgets(config, time.monotonic)
         self._breaking = Breaking(config, self.fleet, time.monotonic)
         self._outcomes = Outcomes(
             self.fleet, self.metrics, self.decision_log, self._request_log, self._quotas, self._breaking
@@ -110,7 +112,9 @@ class App:
             request_log=self._request_log,
             quotas=self._quotas,
             breaking=self._breaking,
+            retry_budgets=self._retry_budgets,
         )
+        self._outcomes.on_retry = self._retry_budgets.retried
         self._outcomes.on_release = self.pipeline.rooms.wake
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
@@ -211,6 +215,7 @@ class App:
         self._set_gate()
         self._quotas.configure(config)
         self._breaking.configure(config)
+        self._retry_budgets.configure(config)
         self.pipeline.guard = guard_of(config, self.pipeline.guard, self.metrics, time.monotonic)
         self.metrics.patterns_in_force(config.guard.patterns if config.guard else ())
         self.pipeline.rooms.configure(config, self.fleet.placements)

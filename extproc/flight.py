@@ -49,11 +49,15 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at one endpoint, as the upstream log tells it. `failed` says why it came to nothing, if it did."""
+    """One try at one endpoint, as the upstream log tells it. `failed` says why it came to nothing, if it did.
+
+    `number`: of the request's tries, from 1.
+    """
 
     request_id: str
     address: str | None
     failed: str | None
+    number: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,9 @@ class FlightEvents(Protocol):
     def failed(self, flight: Flight, address: str, why: str) -> None:
         """An endpoint could not serve the request."""
 
+    def retried(self, flight: Flight, count: int) -> None:
+        """So many more tries of the request than were known of."""
+
     def released(self, flight: Flight) -> None:
         """A request has given its place back."""
 
@@ -149,6 +156,7 @@ class Flight:
 
     __slots__ = (
         "_flights",
+        "attempts",
         "broke",
         "caller",
         "charge",
@@ -187,6 +195,7 @@ class Flight:
         self.pool = ""
         self.reservation: Reservation | None = None
         self.served_by: str | None = None
+        self.attempts = 1
         self.charged: tuple[str, ...] = ()
         self.broke: str | None = None  # the first endpoint that answered it 500
         self.subset: tuple[str, ...] | None = None
@@ -332,12 +341,19 @@ class Flights:
         flight = self._find(attempt.request_id) or self._settled.get(attempt.request_id)
         if flight is None:
             return False
+        self._count_attempts(flight, attempt.number)
         if attempt.failed is not None:
             self._charge(flight, attempt.address, attempt.failed)
             self._take_credit_back(flight, attempt.address)
         elif attempt.address is not None and not flight.settled:
             self._move(flight, attempt.address)
         return True
+
+    def _count_attempts(self, flight: Flight, attempts: int) -> None:
+        """Tell of tries beyond the first once each, whichever log has word of them first."""
+        if attempts > flight.attempts:
+            self._events.retried(flight, attempts - flight.attempts)
+            flight.attempts = attempts
 
     def served(self, flight: Flight, address: str) -> None:
         """Take a gateway's word for who serves a request."""
@@ -363,6 +379,7 @@ class Flights:
         flight.settled = True
         if self._unsettled.pop(completion.request_id, None) is not None:
             self._keep_for_late_attempts(flight)
+        self._count_attempts(flight, completion.attempts)
         if completion.address is not None:
             flight.served_by = completion.address
         if completion.failed is not None and not completion.client_left:

@@ -11,6 +11,9 @@ MODEL_HEADER = "x-pointsman-model"
 STREAMED_HEADER = "x-pointsman-streamed"
 """The answer is wanted as a stream, so that silence means something."""
 
+ATTEMPT_HEADER = "x-envoy-attempt-count"
+"""How often Envoy has tried the request, the present try included; on requests to engines."""
+
 CREDENTIAL_HEADERS = ("authorization", "x-api-key")
 """Where clients put their keys and tokens: OpenAI's the first, Anthropic's the second."""
 

@@ -28,6 +28,7 @@ class Outcomes:
         breaking: Breaking | None = None,
     ) -> None:
         self.on_release: Callable[[str], None] = lambda _pool: None
+        self.on_retry: Callable[[str, int], None] = lambda _pool, _count: None
         self._quotas = quotas
         self._breaking = breaking
         self._fleet = fleet
@@ -57,6 +58,11 @@ class Outcomes:
         else:
             self._metrics.acquitted(flight.broke)
             self._fleet.observe(flight.broke, Evidence.ACQUITTED)
+
+    def retried(self, flight: Flight, count: int) -> None:
+        """The request was tried again."""
+        self._metrics.retried(self._pool(flight), count)
+        self.on_retry(flight.pool, count)
 
     def released(self, flight: Flight) -> None:
         """A request has given its place back: there may be room for another."""

@@ -49,6 +49,7 @@ from extproc.request.encodings import SUPPORTED, inflates_beyond
 from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
 from extproc.request.urgency import PRIORITY_HEADER, Urgency, slo_ttft_s
+from extproc.retries import RetryBudgets
 from extproc.waiting import INTERNAL_ERROR, Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
 from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, Refusal
@@ -99,6 +100,7 @@ class Pipeline:
         request_log: RequestLog | None = None,
         quotas: Quotas | None = None,
         breaking: Breaking | None = None,
+        retry_budgets: RetryBudgets | None = None,
     ) -> None:
         # Global state: swapped by a reload
         self.generation = generation
@@ -112,6 +114,7 @@ class Pipeline:
         self._request_log = request_log
         self._quotas = quotas
         self._breaking = breaking
+        self._retry_budgets = retry_budgets
         self._stored = StoredResponses()
         self.matcher = Matcher()
         self._clock = clock
@@ -365,6 +368,7 @@ class Pipeline:
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
         if plan.usage_asked_by is not None:
             self._events.usage_asked(plan.usage_asked_by)
+        terms = self._terms(target, placement, request, decision)
         self._note(flight, request, decision)
         if self._request_log is not None:
             self._request_log.routed(flight, path_of(asked.headers), request, decision.addresses[0])
@@ -375,10 +379,7 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            (
-                *self._terms(target, placement, request, decision),
-                *asked.generation.engine_priority(target.pool, request),
-            ),
+            (*terms, *asked.generation.engine_priority(target.pool, request)),
             plan.splices,
             target.list_for_all,
             plan.remove_headers + asked.generation.hidden_headers,
@@ -386,9 +387,13 @@ class Pipeline:
 
     def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
         """How often it is tried and how long it may take, for Envoy."""
+        budgets = self._retry_budgets
+        retry = budgets is None or not target.terms.retries or budgets.admit(target.pool.name)
+        if not retry:
+            decision.fallbacks += (Fallback.RETRY_BUDGET,)
         context_tokens = float(self._fleet.state.context_tokens[decision.order[0]])
         rate = placement.ledger.decode_rate
-        return target.terms.headers(request, context_tokens=context_tokens, tokens_per_s=rate)
+        return target.terms.headers(request, context_tokens=context_tokens, tokens_per_s=rate, retry=retry)
 
     # -- those that have waited
 

@@ -42,6 +42,8 @@ class Fallback(StrEnum):
 
     STALE_FIGURES = "stale_figures"
     CONTEXT_ESTIMATE = "context_estimate"
+    RETRY_BUDGET = "retry_budget"
+    """It will not be tried again if it fails: as much is retried already as may be."""
     PREFIX_LATE = "prefix_late"
     """The exact match was not known within its budget, so our own book-keeping answered; as in the next four."""
     PREFIX_SENSES_DOWN = "prefix_senses_down"

@@ -20,12 +20,13 @@ _UNLIMITED = -1
 
 
 class Terms:
-    """Those of one pool, under one config."""
+    """Those of one pool, under one config. `retries`: whether there are any."""
 
     def __init__(self, config: Config, pool: Pool) -> None:
         total = config.timeouts.total
         self._limits = None if total is None else TimeLimits(**total.model_dump())
-        self._retries = _retry_headers(config, pool)
+        self.retries = config.retries.attempts > 0
+        self._retry_headers = _retry_headers(config, pool)
         self._streamed = _streamed_headers(config)
         self._sets: dict[tuple[bool, int, bool], Headers] = {}
 
@@ -51,7 +52,7 @@ class Terms:
         return _UNLIMITED if longest is None else self._limits.step(longest, tokens_per_s)
 
     def _make(self, streamed: bool, step: int, retry: bool) -> Headers:  # noqa: FBT001 - as in the key
-        headers = self._retries if retry else _NO_RETRY
+        headers = self._retry_headers if retry else _NO_RETRY
         if streamed:
             headers += self._streamed
         if self._limits is not None and step != _UNLIMITED:

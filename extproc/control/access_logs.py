@@ -12,11 +12,10 @@ from datetime import timedelta
 
 from extproc.control import envoy_types as envoy
 from extproc.control.clusters import pointsman_grpc_service
-from extproc.names import FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
+from extproc.names import ATTEMPT_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
 
 REQUEST_LOG = "pointsman"
 UPSTREAM_LOG = "pointsman-upstream"
-ATTEMPT = "x-envoy-attempt-count"
 TTFT_TAG = "ttft_us"
 
 # time_to_first_upstream_rx_byte is the response headers; the engine sends those before its first token
@@ -24,7 +23,7 @@ _TTFT = "%COMMON_DURATION(US_TX_END:US_RX_BODY_BEG:us)%"
 _FAILED = "response.flags != 0 || response.code >= 500"
 # a second attempt is told of even at the first choice, so that "no word" always means "the first choice, first attempt"
 _ELSEWHERE = (
-    f"request.headers['{ATTEMPT}'] != '1'"
+    f"request.headers['{ATTEMPT_HEADER}'] != '1'"
     f" || ('{FIRST_CHOICE_HEADER}' in request.headers && upstream.address != request.headers['{FIRST_CHOICE_HEADER}'])"
 )
 
@@ -80,7 +79,7 @@ def _grpc_log(name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilte
                     buffer_flush_interval=timedelta(seconds=1),
                     custom_tags=tags,
                 ),
-                additional_request_headers_to_log=[REQUEST_ID_HEADER, ATTEMPT],
+                additional_request_headers_to_log=[REQUEST_ID_HEADER, ATTEMPT_HEADER],
             )
         ),
     )

@@ -65,6 +65,7 @@ class Metrics:
         self._found_tokens = self._counter("prefix_found_tokens", "Prompt tokens found cached, of the same", "pool")
         self._fallbacks = self._counter("fallbacks", "Decisions made on less than full knowledge", "reason")
         self._moved = self._counter("requests_moved", "Requests served elsewhere than first chosen", "pool")
+        self._retries = self._counter("retries", "Tries of requests beyond the first", "pool")
         self._attempts_failed = self._counter("attempts_failed", "Tries an endpoint failed", "endpoint", "why")
         self._no_known_address = self._counter("no_known_address", "503: Envoy knew none of the picked addresses")
         self._completions = self._counter("completions", "Finished requests by outcome", "pool", "outcome")
@@ -239,6 +240,10 @@ class Metrics:
     def moved(self, pool: str) -> None:
         """Another endpoint serves than the one chosen."""
         self._child(self._moved, pool).inc()
+
+    def retried(self, pool: str, count: int) -> None:
+        """A request was tried so many times more."""
+        self._child(self._retries, pool).inc(count)
 
     def attempt_failed(self, endpoint: str, why: str) -> None:
         """An endpoint failed a request."""

@@ -20,6 +20,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, st
 
 from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
 from extproc.names import (
+    ATTEMPT_HEADER,
     CLUSTER_HEADER,
     DESTINATION_HEADER,
     FIRST_CHOICE_HEADER,
@@ -398,7 +399,13 @@ def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
         if failed is None:
             # An attempt that ended well says nothing new: where it ran was told when it started.
             return Attempt(_request_id(entry), None, None)
-    return Attempt(_request_id(entry), _address(common), failed)
+    return Attempt(_request_id(entry), _address(common), failed, _attempt_number(entry))
+
+
+def _attempt_number(entry: accesslog_pb2.HTTPAccessLogEntry) -> int:
+    """From the header by which Envoy counts; the field for it is only set at the end of the whole request."""
+    number = entry.request.request_headers.get(ATTEMPT_HEADER, "")
+    return int(number) if number.isascii() and number.isdecimal() else 1
 
 
 def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from extproc.config.sections.fields import Model, Positive, Seconds
+from extproc.config.sections.fields import Model, Positive, Seconds, Share
 
 
 class Wire(Model):
@@ -77,3 +77,5 @@ class Retries(Model):
 
     attempts: int = Field(1, ge=0, le=5)
     statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503)
+    budget: Share = Field(0.2, description="of a pool's requests in ten seconds that may be retried; 1: all")
+    budget_floor: int = Field(10, ge=0, le=1_000_000, description="retries in ten seconds that always may be")

@@ -29,6 +29,7 @@ class Events:
 
     def __init__(self) -> None:
         self.moves: list[tuple[Flight, int, int]] = []
+        self.retries = 0
         self.failures: list[tuple[Flight, str, str]] = []
         self.ends: list[tuple[Flight, Completion]] = []
         self.gaps: list[Flight] = []
@@ -44,6 +45,10 @@ class Events:
     def settled(self, flight: Flight, completion: Completion) -> None:
         """Its entry came."""
         self.ends.append((flight, completion))
+
+    def retried(self, flight: Flight, count: int) -> None:  # noqa: ARG002 - FlightEvents
+        """Tried again."""
+        self.retries += count
 
     def released(self, flight: Flight) -> None:
         """Its place is free."""
@@ -227,6 +232,23 @@ def test_a_failed_attempt_charges_the_endpoint_and_leaves_the_booking(house: Hou
     assert house.flights.on_attempt(Attempt(flight.request_id, address, "status_503"))
     assert house.events.failures == [(flight, address, "status_503")]
     assert house.load() == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "attempts", "retries"),
+    [((), 1, 0), ((), 3, 2), ((2,), 2, 1), ((1, 2, 2), 2, 1), ((3, 2), 3, 2), ((2,), 0, 1)],
+    ids=["none", "by the access log alone", "told by both", "told twice", "out of order", "none counted at the end"],
+)
+def test_a_retry_is_told_of_once(house: House, numbers: tuple[int, ...], attempts: int, retries: int) -> None:
+    """By whichever log has word of it first, while the request runs or afterwards."""
+    flight = house.start()
+    for number in numbers:
+        house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), "x", number))
+    assert house.events.retries == max([number - 1 for number in numbers], default=0)
+    house.flights.on_completion(replace(completion_of(flight), attempts=attempts))
+    flight.close()
+    house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), None, attempts))
+    assert house.events.retries == retries
 
 
 def test_both_logs_of_one_failure_charge_once(house: House) -> None:

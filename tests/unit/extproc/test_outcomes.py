@@ -56,9 +56,9 @@ class House:
         self.fleet.acknowledged(self.fleet.assignments())
         for address in (FIRST, SECOND):
             self.fleet.listed_models(address, Listing(frozenset({"m"}), None))
-        outcomes = Outcomes(self.fleet, self.metrics, self.log)
+        self.outcomes = Outcomes(self.fleet, self.metrics, self.log)
         self.flights = Flights(
-            self.state, outcomes, lambda: self.now_s, max_open=9, max_unsettled=1, access_log_timeout_s=10
+            self.state, self.outcomes, lambda: self.now_s, max_open=9, max_unsettled=1, access_log_timeout_s=10
         )
 
     def start(self) -> Flight:
@@ -202,6 +202,18 @@ def test_a_failure_at_an_unknown_address_makes_no_series() -> None:
     flight = house.start()
     house.flights.on_attempt(Attempt(flight.request_id, "10.9.9.9:1", "status_503"))
     assert house.value("attempts_failed_total", endpoint="10.9.9.9:1", why="status_503") is None
+
+
+def test_a_retry_is_counted_and_told_to_the_budget() -> None:
+    """By pool."""
+    house = House()
+    told: list[tuple[str, int]] = []
+    house.outcomes.on_retry = lambda pool, count: told.append((pool, count))
+    flight = house.start()
+    house.flights.on_attempt(Attempt(flight.request_id, "10.0.0.2:80", "x", 2))
+    house.flights.on_completion(completion(flight.request_id, attempts=3))
+    assert house.value("retries_total", pool="p") == 2
+    assert told == [("p", 1), ("p", 1)]
 
 
 def test_a_failover_is_counted_for_its_pool() -> None:

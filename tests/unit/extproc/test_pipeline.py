@@ -28,6 +28,7 @@ from extproc.observe.request_log import RequestLog
 from extproc.pipeline import Pipeline
 from extproc.reply import Answer, Pending, Route
 from extproc.request.splice import apply
+from extproc.retries import RetryBudgets
 from extproc.senses.messages import Match, Matched
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
@@ -137,6 +138,9 @@ class Counted:
         """Not looked at."""
 
     def settled(self, flight: Flight, completion: Completion) -> None:
+        """Not looked at."""
+
+    def retried(self, flight: Flight, count: int) -> None:
         """Not looked at."""
 
     def released(self, flight: Flight) -> None:
@@ -381,6 +385,34 @@ def test_no_retries_are_said_so() -> None:
     assert isinstance(route, Route)
     assert dict(route.headers)["x-envoy-max-retries"] == "0"
     assert "x-envoy-retry-on" not in dict(route.headers)
+
+
+def test_where_too_much_is_retried_the_next_request_is_sent_once() -> None:
+    """Counted as a fallback, and told in the decision; another pool has a budget of its own."""
+    house = House("retries: {budget: 0.5, budget_floor: 2}\n" + CONFIG.replace("open_requests: 4", "open_requests: 99"))
+    budgets = house.pipeline._retry_budgets = RetryBudgets(house.generation.config, lambda: house.now_s)
+
+    def tries(model: str = "served") -> str:
+        route = house.ask(chat(model, words=1))
+        assert isinstance(route, Route)
+        return dict(route.headers)["x-envoy-max-retries"]
+
+    assert tries() == "1"
+    budgets.retried("chat", 2)
+    assert tries() == "0"
+    assert house.events.fallbacks == ["retry_budget"]
+    assert house.log.read(1)[0]["fallbacks"] == ["retry_budget"]
+    assert tries("lone") == "1"
+    house.now_s += 20
+    assert tries() == "1"
+
+
+def test_where_nothing_is_ever_retried_there_is_no_budget_to_use_up() -> None:
+    """And so nothing to do without."""
+    house = House("retries: {attempts: 0, budget: 0, budget_floor: 0}\n" + CONFIG)
+    house.pipeline._retry_budgets = RetryBudgets(house.generation.config, lambda: house.now_s)
+    assert isinstance(house.ask(chat()), Route)
+    assert house.events.fallbacks == []
 
 
 def test_text_completions_are_routed_alike(house: House) -> None:

@@ -61,6 +61,9 @@ class Counted:
             raise fault
         self.ends.append(completion)
 
+    def retried(self, flight: Flight, count: int) -> None:
+        """Not looked at."""
+
     def released(self, flight: Flight) -> None:
         """Its place is free."""
 

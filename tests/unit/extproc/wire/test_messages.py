@@ -446,6 +446,17 @@ def test_an_attempt_that_failed_says_where_and_how() -> None:
     assert logged(entry_of(UPSTREAM_END, status=503)) == [Attempt(ID, "10.0.0.1:8000", "status_503")]
 
 
+@pytest.mark.parametrize(("count", "number"), [("2", 2), ("10", 10), ("", 1), ("x", 1), ("²", 1)])
+@pytest.mark.parametrize("kind", [POOL_READY, UPSTREAM_END])
+def test_an_attempt_says_which_of_the_requests_it_is(kind: int, count: str, number: int) -> None:
+    """By Envoy's own header; the first where it is missing or no number."""
+    entry = entry_of(kind, status=503 if kind == UPSTREAM_END else None)
+    entry.request.request_headers["x-envoy-attempt-count"] = count
+    [attempt] = logged(entry)
+    assert isinstance(attempt, Attempt)
+    assert attempt.number == number
+
+
 def test_an_attempt_that_ended_well_says_nothing_new() -> None:
     """It moves nothing: a straggler must not undo a later attempt's move."""
     assert logged(entry_of(UPSTREAM_END)) == [Attempt(ID, None, None)]

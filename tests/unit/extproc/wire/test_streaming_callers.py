@@ -32,6 +32,9 @@ class Nobody:
     def settled(self, flight: Flight, completion: object) -> None:
         """Ignored."""
 
+    def retried(self, flight: Flight, count: int) -> None:
+        """Not looked at."""
+
     def released(self, flight: Flight) -> None:
         """Its place is free."""
 
