@@ -118,9 +118,9 @@ class App:
         self._outcomes.on_release = self.pipeline.rooms.wake
         self._key_file = KeyFile(self._set_gate, self.metrics)
         self._publisher = Publisher(self.fleet, self.metrics)
-        self._senses = Senses(
-            Inbox(self.fleet, self.metrics, time.monotonic, self.pipeline.matcher), self.metrics, config
-        )
+        inbox = Inbox(self.fleet, self.metrics, time.monotonic, self.pipeline.matcher)
+        inbox.on_finished = self._quotas.reports.take
+        self._senses = Senses(inbox, self.metrics, config)
         self.pipeline.matcher.tell = self._senses.tell
         self.pipeline.matcher.on_indexed = self.metrics.indexed
         self.fleet.on_suspicion = self._senses.probe_now
@@ -187,6 +187,7 @@ class App:
                 self.fleet.tick()
                 self._breaking.tick()
                 self.flights.expire()
+                self._quotas.tick()
                 await self._health.set_serving(serving=self.ready()[0])
             except Exception:
                 log.exception("tick failed")  # and goes on: without it nothing would ever be let go

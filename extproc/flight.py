@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from extproc.access.gate import Caller
+from extproc.usage_reports import Report
 from policies.admission.breakers import Breaker
 from policies.admission.clients import Visit
 from policies.admission.tenants import Charge
@@ -168,6 +169,7 @@ class Flight:
         "opened_at_s",
         "placement",
         "pool",
+        "report",
         "request",
         "request_id",
         "reservation",
@@ -204,6 +206,7 @@ class Flight:
         self.caller: Caller | None = None
         self.charge: Charge | None = None
         self.visit: Visit | None = None
+        self.report: Report | None = None  # what its engine tells of it afterwards, if that may be needed
         self.note: Note | None = None
         self.trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
         self.hold_s = 0.0  # how long the gateway waits for us

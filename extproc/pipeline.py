@@ -52,7 +52,7 @@ from extproc.request.urgency import PRIORITY_HEADER, Urgency, slo_ttft_s
 from extproc.retries import RetryBudgets
 from extproc.waiting import INTERNAL_ERROR, Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
-from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, Refusal
+from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, Refusal, Reservation
 
 log = structlog.get_logger(__name__)
 
@@ -363,6 +363,7 @@ class Pipeline:
         flight.reserve(request, decision, placement, reservation)
         if self._breaking is not None:
             self._breaking.placed(flight)
+        self._expect_report(asked, reservation)
         if plan.response_id is not None:
             most = asked.generation.config.limits.stored_responses
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
@@ -394,6 +395,14 @@ class Pipeline:
         context_tokens = float(self._fleet.state.context_tokens[decision.order[0]])
         rate = placement.ledger.decode_rate
         return target.terms.headers(request, context_tokens=context_tokens, tokens_per_s=rate, retry=retry)
+
+    def _expect_report(self, asked: Asked, reservation: Reservation) -> None:
+        """The plugin of an engine that pushes tells what a stream used, should its answer not."""
+        flight = asked.flight
+        if self._quotas is None or flight.charge is None or not flight.streamed:
+            return
+        if self._fleet.state.silence_s[reservation.slot]:
+            self._quotas.reports.expect(flight, asked.headers.get("x-request-id", ""))
 
     # -- those that have waited
 

@@ -7,13 +7,16 @@ so that a budget's period begins at midnight and not when we were started.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
 from typing import Protocol
 
 from extproc.config.schema import Config
 from extproc.config.sections import callers
 from extproc.flight import Completion, Flight
+from extproc.usage_reports import UsageReports
 from policies.admission.buckets import Rate
 from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Tenants
 from policies.types import Reason, Refusal
@@ -32,25 +35,45 @@ _OTHERS = ""
 """The label of tenants that the config does not name: their number has no bound."""
 
 
+class Source(StrEnum):
+    """Who says what a request has used: the bounded label set of metrics."""
+
+    USAGE = "usage"
+    """Its answer, or nobody has to: it has used nothing."""
+    REPORT = "report"
+    """The engine's plugin, afterwards."""
+    ESTIMATE = "estimate"
+
+
 class QuotaEvents(Protocol):
     """Who counts what tenants use."""
 
-    def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
-        """A request of a tenant was settled."""
+    def tenant_used(self, tenant: str, tokens: float, source: str) -> None:
+        """A request of a tenant was settled, by what this source says (`Source`)."""
 
 
 class Quotas:
     """Admits requests of tenants, and settles what they have cost."""
 
-    def __init__(self, config: Config, events: QuotaEvents, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        events: QuotaEvents,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is the one flights are opened by."""
         self._events = events
         self._wall_clock = wall_clock
+        self._clock = clock
+        self.reports = UsageReports(config.limits.usage_reports, clock)
         self._tenants = Tenants({}, QuotaSpec(), most_tenants=config.limits.tenants)
         self.configure(config)
 
     def configure(self, config: Config) -> None:
         """Use new limits; what runs and what was spent stays."""
         self._config = config.tenants
+        self.reports.most = config.limits.usage_reports
         tenants = config.tenants or callers.Tenants()
         specs = {name: _spec(quota) for name, quota in tenants.named.items()}
         self._tenants.configure(specs, _spec(tenants.default), spare=_rate(tenants.spare))
@@ -92,19 +115,29 @@ class Quotas:
             return
         usage = None if completion is None else completion.usage
         if usage is not None:
-            self._settle(flight, charge, usage.prompt_tokens + usage.completion_tokens, estimated=False)
+            self._settle(flight, charge, usage.prompt_tokens + usage.completion_tokens, Source.USAGE)
         elif completion is not None and outcome in _UNDONE and not _answered(completion):
             self._tenants.refund(charge, self._wall_clock())
         elif outcome == "client_error":
-            self._settle(flight, charge, 0.0, estimated=False)  # the engine refused it before it computed anything
-        else:
-            self._settle(flight, charge, charge.tokens, estimated=True)
+            self._settle(flight, charge, 0.0, Source.USAGE)  # the engine refused it before it computed anything
+        elif not self.reports.wait_for(flight):
+            self._settle(flight, charge, charge.tokens, Source.ESTIMATE)
 
-    def _settle(self, flight: Flight, charge: Charge, tokens: float, *, estimated: bool) -> None:
-        self._tenants.settle(charge, tokens, self._wall_clock())
+    def tick(self) -> None:
+        """Settle requests that have waited long enough for their engines' reports. Called a few times a second."""
+        for flight, tokens in self.reports.due():
+            charge = flight.charge
+            if charge is not None and not charge.settled:
+                source = Source.ESTIMATE if tokens is None else Source.REPORT
+                self._settle(flight, charge, charge.tokens if tokens is None else tokens, source)
+
+    def _settle(self, flight: Flight, charge: Charge, tokens: float, source: Source) -> None:
+        now_s = self._wall_clock()
+        late_s = self._clock() - flight.ended_at_s if flight.ended_at_s else 0.0  # it may have been told before its end
+        self._tenants.settle(charge, tokens, now_s, ended_s=now_s - late_s)
         tenant = flight.tenant or _OTHERS
         named = self._config is not None and tenant in self._config.named
-        self._events.tenant_used(tenant if named else _OTHERS, tokens, estimated=estimated)
+        self._events.tenant_used(tenant if named else _OTHERS, tokens, source)
 
 
 def _answered(completion: Completion) -> bool:

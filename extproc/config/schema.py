@@ -130,6 +130,10 @@ class Limits(Model):
         None, description="in any one list of a prompt: messages, tools, texts; token ids do not count"
     )
     prompt_tokens: Positive | None = Field(None, description="of a prompt, as estimated")
+    usage_reports: Positive = Field(
+        10_000,
+        description="streams of tenants that engines may yet tell the usage of; beyond it the estimate stands",
+    )
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 

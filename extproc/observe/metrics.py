@@ -268,9 +268,9 @@ class Metrics:
             self._child(self._predicted_tokens, pool).inc(predicted_tokens)
             self._child(self._found_tokens, pool).inc(found_tokens)
 
-    def tenant_used(self, tenant: str, tokens: float, *, estimated: bool) -> None:
-        """A tenant's request was settled: by what its engine said, or by what was predicted of it."""
-        self._child(self._tenant_tokens, tenant, "estimate" if estimated else "usage").inc(tokens)
+    def tenant_used(self, tenant: str, tokens: float, source: str) -> None:
+        """A tenant's request was settled, by what this source says that it used."""
+        self._child(self._tenant_tokens, tenant, source).inc(tokens)
 
     def usage_asked(self, by: str) -> None:
         """A tenant's stream was, or was not, asked for its usage."""

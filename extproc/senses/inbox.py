@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from extproc.fleet.fleet import Fleet
 from extproc.precise import Matcher
 from extproc.senses.messages import (
@@ -27,7 +29,7 @@ from extproc.senses.messages import (
 )
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing, trial_passed
-from vllm_adapters.pushed import Pushed
+from vllm_adapters.pushed import FinishedRequest, Pushed
 
 _TRIAL_PATIENCE_S = 1.0
 """Engines that shut down refuse within milliseconds; a token comes sooner unless others are before it."""
@@ -68,7 +70,8 @@ class _Trial:
 class Inbox:
     """Takes messages from the senses.
 
-    `tell` orders a trial; `trials` says whether any are wanted, `trial_timeout_s` how long one may take.
+    `tell` orders a trial; `trials` says whether any are wanted, `trial_timeout_s` how long one may take. `on_finished`
+    hears of the requests that engines have ended.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Inbox:
         self.trials = True
         self.trial_timeout_s = 30.0
         self.tell: Callable[[Try], object] = lambda _order: None
+        self.on_finished: Callable[[tuple[FinishedRequest, ...]], None] = lambda _requests: None
         self._matcher = matcher or Matcher()
         self._fleet = fleet
         self._events = events
@@ -128,7 +132,8 @@ class Inbox:
                 self._events.heard(message.address, result, messages)
         if message.pushed is not None:
             self._note_troubles(message.address, message.pushed)
-            self._fleet.pushed(message.address, message.pushed)
+            self.on_finished(message.pushed.finished)
+            self._fleet.pushed(message.address, msgspec.structs.replace(message.pushed, finished=()))
 
     def _note_troubles(self, address: str, pushed: Pushed) -> None:
         """It tells of all since its start; of those are counted that came since it was last heard."""

@@ -264,4 +264,5 @@ def pace_of(config: Config, endpoints: int) -> Pace:
         probe_timeout_ms=probe.timeout_ms,
         trial_timeout_ms=probe.trial_timeout_ms,
         pushes=scrape.pushes,
+        requests=config.tenants is not None,  # for what their streams have used
     )

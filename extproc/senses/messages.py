@@ -41,7 +41,10 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How often endpoints are asked, and how patiently; `scrape` and `probe` of the config."""
+    """How often endpoints are asked, and how patiently; `scrape` and `probe` of the config.
+
+    `requests`: of engines that push, single requests that have ended are wanted as well.
+    """
 
     scrape_interval_ms: int
     scrape_timeout_ms: int
@@ -50,6 +53,7 @@ class Pace(msgspec.Struct, frozen=True):
     probe_timeout_ms: int
     trial_timeout_ms: int
     pushes: bool = True
+    requests: bool = False
 
 
 class Watch(_Message, frozen=True):

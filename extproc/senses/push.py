@@ -42,6 +42,8 @@ _SHORTEST_GAP_S, _LONGEST_GAP_S = 0.01, 0.2
 """Between two reports of one endpoint: at first below what plugins send by default, at last what a scrape's interval is
 by default, and below what a drain waits for us.
 """
+MOST_FINISHED = 1_000
+"""Single requests in a report: what an engine ends in a fifth of a second, many times over."""
 _LONGEST_READ_S = 0.005
 _READINGS = 10
 """After a turn, so much of the time that it took to read is left for others: a message may take 20 ms, a sender that
@@ -117,8 +119,11 @@ class Wake(Protocol):
 class Listener:
     """One endpoint's ear. `live`: figures are pushed, and the page is read only to be sure."""
 
-    def __init__(self, address: str, ears: Ears, report: Report, wake: Wake) -> None:
+    def __init__(
+        self, address: str, ears: Ears, report: Report, wake: Wake, wants_requests: Callable[[], bool] = lambda: False
+    ) -> None:
         self.live = False
+        self._wants_requests = wants_requests
         self._address = address
         self._host, _, port = address.rpartition(":")
         self._server_port = int(port) if port.isdigit() else -1
@@ -231,7 +236,8 @@ class Listener:
             self._ignored += 1
             return
         self._taken += 1
-        state = _without_requests(pushed)
+        finished = pushed.finished if self._wants_requests() else ()  # they are most of a message
+        state = msgspec.structs.replace(pushed, finished=finished, ttfts_s=())
         self._newest = state if self._newest is None else _merged(self._newest, state)
 
     def _is_ours(self, pushed: Pushed) -> bool:
@@ -262,17 +268,14 @@ def _behind(figures: EngineFigures, page: EngineFigures) -> bool:
     return any((getattr(figures, name) or 0) < (getattr(page, name) or 0) for name in _GROWING)
 
 
-def _without_requests(pushed: Pushed) -> Pushed:
-    """Single requests are left out: nobody asks for them yet, and they are most of a message."""
-    return msgspec.structs.replace(pushed, finished=(), ttfts_s=())
-
-
 def _merged(before: Pushed, now: Pushed) -> Pushed:
     """The newest state, with what happened in both."""
+    finished = (*before.finished, *now.finished)
     return msgspec.structs.replace(
         now,
         kv_peak=max(before.kv_peak or 0.0, now.kv_peak or 0.0),
         first_tokens=before.first_tokens + now.first_tokens,
         largest_request_tokens=max(before.largest_request_tokens, now.largest_request_tokens),
-        left_out=before.left_out + now.left_out,
+        finished=finished[:MOST_FINISHED],
+        left_out=before.left_out + now.left_out + max(0, len(finished) - MOST_FINISHED),
     )

@@ -104,7 +104,7 @@ class Watcher:
         self._client = client
         self._report = report
         self._scrape_now = asyncio.Event()
-        self._listener = Listener(target.address, ears, report, self._scrape_now.set)
+        self._listener = Listener(target.address, ears, report, self._scrape_now.set, lambda: self.pace.requests)
         self._probe_now = asyncio.Event()
         self._answered = False
         self._failed_scrapes = 0

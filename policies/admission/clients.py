@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from ipaddress import IPv6Address, ip_address
 from math import inf
+from socket import AF_INET, AF_INET6, inet_ntop, inet_pton  # C, where ipaddress takes ten times as long
 
 from cachetools import LRUCache
 
@@ -134,7 +134,8 @@ class Clients:
 # -- whose address
 
 
-_HOST_BITS = 64
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
+_NETWORK_BYTES = 8
 """What one subscriber has of IPv6: with another address for each request nobody would ever meet a limit."""
 
 
@@ -158,11 +159,11 @@ def _network(text: str) -> str | None:
     elif text.count(":") == 1:
         text = text.partition(":")[0]  # some proxies write the port as well
     try:
-        address = ip_address(text)
-    except ValueError:
+        if ":" not in text:
+            return inet_ntop(AF_INET, inet_pton(AF_INET, text))
+        packed = inet_pton(AF_INET6, text.partition("%")[0])
+    except (OSError, ValueError):
         return None
-    if not isinstance(address, IPv6Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return f"{IPv6Address(int(address) >> _HOST_BITS << _HOST_BITS)}/{128 - _HOST_BITS}"
+    if packed.startswith(_IPV4_MAPPED):
+        return inet_ntop(AF_INET, packed[len(_IPV4_MAPPED) :])
+    return f"{inet_ntop(AF_INET6, packed[:_NETWORK_BYTES] + bytes(_NETWORK_BYTES))}/{8 * _NETWORK_BYTES}"

@@ -146,10 +146,10 @@ class Tenants:
         """Which limit a request of so many tokens would meet; takes nothing."""
         return self._verdict(self._account(tenant, now_s), tokens, now_s)[0]
 
-    def settle(self, charge: Charge, used_tokens: float, now_s: float) -> None:
-        """The request is over and has used so much."""
+    def settle(self, charge: Charge, used_tokens: float, now_s: float, *, ended_s: float | None = None) -> None:
+        """The request is over, now or since `ended_s`, and has used so much."""
         if self._settles(charge):
-            charge.account.duration_s.saw(now_s - charge.since_s)
+            charge.account.duration_s.saw((now_s if ended_s is None else ended_s) - charge.since_s)
             self._take_tokens(charge, used_tokens - charge.tokens, now_s)
 
     def refund(self, charge: Charge, now_s: float) -> None:

@@ -14,6 +14,8 @@ import pytest
 from harness import HANG_GUARD_S, System, eventually, free_ports
 from real_engines import START_GUARD_S, Vllm, plugin
 
+from extproc.access.keys import digest_of
+
 pytestmark = pytest.mark.timeout(1_800)  # a hang guard; the first run makes the environment: 3 GB
 
 LONG_TOKENS = 300
@@ -112,6 +114,41 @@ def test_a_restart_is_heard_of_while_it_loads_and_without_the_plugin_it_is_scrap
     eventually(lambda: _source(system, server) == "scrape", "it is scraped")
     assert _told(system, server)["engine_phase"] is None
     server.kill()  # the next test is to have it with the plugin again
+
+
+def test_streams_are_charged_by_what_the_plugin_tells_of_them(
+    two_servers: list[Vllm], make_real_system: Callable[..., System]
+) -> None:
+    """Chats with several choices and completions of several prompts, none of which tells its usage: to the token."""
+    server = two_servers[0]
+    key = "pm-acme-0123456789abcdef"
+    system = make_real_system(
+        [server],
+        access={"api_keys": [{"name": "acme-1", "tenant": "acme", "sha256": digest_of(key)}]},
+        tenants={"named": {"acme": {"budget": {"tokens": 1e9}}}},
+        headers={"authorization": f"Bearer {key}"},
+    )
+    eventually(lambda: _source(system, server) == "push", "figures are pushed")
+    used = 0
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "which way"}], "n": 2}),
+        ("/v1/completions", {"prompt": ["which way", "and how far is it"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a longer way " * 20}]}),
+    ):
+        asked = {"model": "mid", "max_tokens": 5, "ignore_eos": True, **body}
+        used += server.post(path, asked).json()["usage"]["total_tokens"]
+        streamed = httpx.post(
+            system.url + path, json={**asked, "stream": True}, headers=system.headers, timeout=4 * HANG_GUARD_S
+        )
+        assert streamed.status_code == 200
+        assert '"usage":{' not in streamed.text
+
+    def spent() -> bool:
+        told = httpx.get(f"{system.admin_url}/v1/tenants", timeout=HANG_GUARD_S).json()["tenants"]["acme"]
+        return bool(told["budget_spent_tokens"] == used)
+
+    eventually(spent, f"{used} tokens are charged")
+    assert system.total("pointsman_tenant_tokens_total", 'source="report"') == used
 
 
 def test_a_server_told_to_stop_gets_no_request_that_it_would_refuse(

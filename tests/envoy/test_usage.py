@@ -124,3 +124,32 @@ def test_buckets_settle_to_what_streams_really_used(engine: Engine, make_system:
     assert account["tokens_left"] == pytest.approx(1e9 - used, abs=0.01 * used)
     assert system.total("pointsman_tenant_tokens_total", 'source="estimate"') == 0
     assert system.total("pointsman_stream_usage_total", 'asked_by="us"') == 100
+
+
+def test_where_nobody_asks_the_engines_plugin_tells_what_streams_used(
+    make_engines: Callable[..., list[Engine]], make_system: Callable[..., System]
+) -> None:
+    """No chunk more, and yet charged to the token: chats and completions, with an id of the client's or none."""
+    [engine] = make_engines(1, "--speed", "100", "--stats-port", "0")
+    tenants = {**TENANTS, "usage": "as_asked"}
+    system = make_system(pools=[pool_of([engine])], access=ACCESS, tenants=tenants, headers=BEARER)
+    eventually(lambda: system.fleet()[engine.address]["source"] == "push", "figures are pushed")
+    used = 0
+    with httpx.Client(base_url=system.url, timeout=HANG_GUARD_S, headers=BEARER) as client:
+        for number in range(40):
+            path, asks = "/v1/completions", {"prompt": "hello " * number + "."}
+            if number % 2:
+                path, asks = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * number}]}
+            body = {"model": "sim", "max_tokens": number + 1, **asks}
+            headers = {"x-request-id": f"mine-{number}"} if number % 3 else {}
+            answer = client.post(path, json={**body, "stream": True}, headers=headers)
+            assert not any(chunk.get("usage") for chunk in _chunks(answer))
+            used += httpx.post(f"http://{engine.address}{path}", json=body).json()["usage"]["total_tokens"]
+
+    def settled() -> bool:
+        told = httpx.get(f"{system.admin_url}/v1/tenants", timeout=HANG_GUARD_S).json()["tenants"]["acme"]
+        return bool(told["budget_spent_tokens"] == used)
+
+    eventually(settled, "all are settled by what they used")
+    assert system.total("pointsman_tenant_tokens_total", 'source="report"') == used
+    assert system.total("pointsman_tenant_tokens_total", 'source="estimate"') == 0

@@ -259,7 +259,10 @@ class Usage:
 
 
 class Answer:
-    """Writes the answer to one request, whole or as server-sent events. A token is a cheap concatenation."""
+    """Writes the answer to one request, whole or as server-sent events. A token is a cheap concatenation.
+
+    `engine_id`: what vLLM calls the request in its statistics.
+    """
 
     def __init__(self, ask: Ask, request_id: str, created_s: int) -> None:
         self.ask = ask
@@ -269,6 +272,7 @@ class Answer:
             "created": created_s,
             "model": ask.model,
         }
+        self.engine_id = f"chatcmpl-{request_id}" if ask.chat else f"cmpl-{request_id}-0"  # of its first prompt
         self.call_id = f"chatcmpl-tool-{request_id}"
         # An event with a marker where the token's text goes, cut there: nothing but that text changes per token.
         event = self._event(self._delta("\0"), None)

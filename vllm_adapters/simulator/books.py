@@ -9,6 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
+from vllm_adapters.stat_logger.wire import Finished
+
+_MOST_ENDED = 10_000
+
 
 class Record:
     """One request as it came, and what was sent for it. Headers in lower case, repeated ones joined by commas."""
@@ -43,7 +47,8 @@ class Books:
     """Counts of one server. `in_flight`: generation requests being handled, from headers to the end of the answer.
 
     `served`: answered in full with 200. `aborted`: the client left first. `failed`: answered with an error, cut or
-    reset. `held`: answers kept open by a fault. `finished`: by vLLM's finished_reason.
+    reset. `held`: answers kept open by a fault. `finished`: by vLLM's finished_reason; `ended`: each of these, until
+    somebody has taken them.
     """
 
     def __init__(self, record: int) -> None:
@@ -54,6 +59,7 @@ class Books:
         self.failed = 0
         self.held = 0
         self.finished: Counter[str] = Counter()
+        self.ended: deque[Finished] = deque(maxlen=_MOST_ENDED)
         self.records: deque[Record] = deque(maxlen=record)
 
     def as_json(self) -> dict[str, Any]:

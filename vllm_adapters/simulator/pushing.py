@@ -15,8 +15,19 @@ import zmq
 
 from vllm_adapters.simulator.books import Books
 from vllm_adapters.simulator.engine import Engine
+from vllm_adapters.stat_logger.accumulator import MOST_LISTED
 from vllm_adapters.stat_logger.publisher import bind
-from vllm_adapters.stat_logger.wire import DRAINING, HEARTBEAT_S, PORT_GAUGE, SERVING, VERSION, Message, Totals, encode
+from vllm_adapters.stat_logger.wire import (
+    DRAINING,
+    HEARTBEAT_S,
+    PORT_GAUGE,
+    SERVING,
+    VERSION,
+    Finished,
+    Message,
+    Totals,
+    encode,
+)
 from vllm_adapters.stat_logger.wire import Engine as EngineTold
 
 _GAP_S = 0.02
@@ -50,8 +61,8 @@ class Pusher:
         before, since_s = None, 0.0
         while True:
             told = self._told()
-            if told != before or since_s >= HEARTBEAT_S:
-                self.send(told)
+            if told != before or self._books.ended or since_s >= HEARTBEAT_S:
+                self.send(msgspec.structs.replace(told, finished=self._ended()))
                 before, since_s = told, 0.0
             await asyncio.sleep(_GAP_S)
             since_s += _GAP_S
@@ -72,6 +83,11 @@ class Pusher:
         self._sent += 1
         if not self.silent:
             self._socket.send(encode(msgspec.structs.replace(told, seq=self._sent)), zmq.DONTWAIT)
+
+    def _ended(self) -> list[Finished]:
+        """Requests that have ended and were not told of yet, as many as a message lists."""
+        ended = self._books.ended
+        return [ended.popleft() for _ in range(min(len(ended), MOST_LISTED))]
 
     def _told(self) -> Message:
         """The state, as yet without a number."""

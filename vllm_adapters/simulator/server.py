@@ -29,6 +29,7 @@ from vllm_adapters.simulator.pacing import PacedEngine, Ticket
 from vllm_adapters.simulator.pooling import ANSWERERS, Posted
 from vllm_adapters.simulator.pushing import Pusher
 from vllm_adapters.simulator.text import TOKEN_BYTES, block_hashes
+from vllm_adapters.stat_logger.wire import Finished
 
 VERSION = "0.32.0"  # of the vLLM whose surface this is
 KEEP_ALIVE_S = 5.0  # an idle connection is closed after this: vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE
@@ -479,7 +480,11 @@ class SimulatedServer:
     def _count_end(self, answer: Answer, ticket: Ticket) -> str:
         """The finish_reason, counted as vLLM does."""
         reason = "abort" if ticket.cancelled else answer.finish_reason()
-        self.books.finished["stop" if reason == "tool_calls" else reason] += 1
+        told, used = "stop" if reason == "tool_calls" else reason, _usage(ticket)
+        self.books.finished[told] += 1
+        self.books.ended.append(
+            Finished(answer.engine_id, told, used.prompt_tokens, used.completion_tokens, used.cached_tokens, 0.0, 0.0)
+        )
         return reason
 
 

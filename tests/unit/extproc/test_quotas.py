@@ -22,6 +22,7 @@ from extproc.reply import Answer, Route
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence
 from vllm_adapters.health import Listing
+from vllm_adapters.pushed import FinishedRequest
 
 ENGINE = "10.0.0.1:8000"
 HEADERS = {":path": "/v1/chat/completions", ":method": "POST", "content-type": "application/json"}
@@ -48,7 +49,7 @@ class House:
             self.fleet.set_endpoints(pool, [ENGINE])
         self.fleet.acknowledged({"pool_chat": frozenset({ENGINE}), "pool_small": frozenset({ENGINE})})
         self.fleet.listed_models(ENGINE, Listing(frozenset({"m", "s"}), 4_096))
-        self.quotas = Quotas(config, self.metrics, lambda: self.now_s)
+        self.quotas = Quotas(config, self.metrics, lambda: self.now_s, lambda: self.now_s)
         log = DecisionLog(10)
         self.flights = Flights(
             self.state,
@@ -216,6 +217,34 @@ def test_a_fault_of_ours_costs_a_tenant_nothing(house: House, monkeypatch: pytes
     monkeypatch.setattr(house.fleet.placements["chat"], "choose", broken)
     assert house.refused("acme")[0] == 500
     assert house.quotas.describe()["acme"] == before
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("pushes", [True, False])
+def test_a_stream_without_usage_is_settled_by_what_its_engine_reports(
+    house: House, *, told: bool, pushes: bool
+) -> None:
+    """Where its plugin pushes: after a while, and only then by the estimate. Its place is free at once."""
+    slot = house.state.slot_of(ENGINE)
+    assert slot is not None
+    house.state.silence_s[slot] = 3.0 if pushes else 0.0
+    flight = house.flights.open()
+    flight.caller = Caller("acme")
+    headers = HEADERS | {"x-request-id": "id-1"}
+    reply = house.pipeline.decide(flight, headers, b'{"model":"m","stream":true,"max_tokens":100,"messages":[]}')
+    assert isinstance(reply, Route)
+    reserved = 1000 - (house.left("acme") or 0)
+    house.end(flight)
+    assert house.left("acme", "running") == 0
+    if told:
+        house.quotas.reports.take([FinishedRequest("chatcmpl-id-1", "stop", 7, 3, 0, 1.0, 0.0)])
+    house.now_s += 3
+    house.quotas.tick()
+    used = 10 if told and pushes else reserved
+    source = "report" if told and pushes else "estimate"
+    assert house.left("acme", "budget_spent_tokens") == pytest.approx(used)
+    labels = {"tenant": "acme", "source": source}
+    assert house.metrics.registry.get_sample_value("pointsman_tenant_tokens_total", labels) == pytest.approx(used)
 
 
 @pytest.mark.parametrize(("usage", "splices"), [("as_asked", 0), ("inject", 1)])

@@ -18,7 +18,7 @@ from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
 from vllm_adapters.health import Listing
 from vllm_adapters.metrics import EngineFigures
-from vllm_adapters.pushed import Pushed, Totals
+from vllm_adapters.pushed import FinishedRequest, Pushed, Totals
 
 A = "10.0.0.1:8000"
 LISTING = Listing(frozenset({"m"}), 4_096)
@@ -189,6 +189,16 @@ def test_what_requests_need_is_shown(house: House) -> None:
         2.5,
         250,
     )
+
+
+def test_requests_that_have_ended_are_passed_on_and_not_kept(house: House) -> None:
+    """To whoever settles them."""
+    told: list[FinishedRequest] = []
+    house.inbox.on_finished = told.extend
+    one = FinishedRequest("chatcmpl-a", "stop", 5, 3, 0, 1.0, 0.0)
+    house.take(Heard(A, Pushed("a1", 1, "serving", EngineFigures(), finished=(one,)), taken=1))
+    assert told == [one]
+    assert house.fleet._members[A].pushed == Pushed("a1", 1, "serving", EngineFigures())
 
 
 def test_unknown_endpoints_are_ignored(house: House) -> None:

@@ -18,7 +18,7 @@ from extproc.senses.messages import FellSilent, Heard, from_senses
 from extproc.senses.messages import encode_body as encode_report
 from extproc.senses.push import Ears, Listener
 from vllm_adapters.metrics import EngineFigures
-from vllm_adapters.pushed import LARGEST_MESSAGE_BYTES, Pushed
+from vllm_adapters.pushed import LARGEST_MESSAGE_BYTES, FinishedRequest, Pushed
 
 HANG_S = 60
 SERVER_PORT = 8001
@@ -44,7 +44,10 @@ class House:
         self.reports: list[Heard | FellSilent] = []
         self.wakes = 0
         self.ears = Ears()
-        self.listener = Listener(f"127.0.0.1:{SERVER_PORT}", self.ears, self._report, self._wake)
+        self.wants_requests = False
+        self.listener = Listener(
+            f"127.0.0.1:{SERVER_PORT}", self.ears, self._report, self._wake, lambda: self.wants_requests
+        )
         self.context: zmq.asyncio.Context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.XPUB)
         self.socket.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -342,10 +345,30 @@ async def test_a_socket_that_cannot_be_set_up_is_closed(house: House) -> None:
     assert was_closed
 
 
-async def test_single_requests_go_no_further(house: House) -> None:
-    """Nobody asks for them, and they are most of a message."""
+async def test_single_requests_go_no_further_unless_they_are_wanted(house: House) -> None:
+    """They are most of a message."""
     await house.listen()
     ended = ["r1", "stop", 5, 5, 0, 1.0, 0.0]
     await house.send(message(1, finished=[ended], ttfts_s=[0.1], first_tokens=1))
     await eventually(lambda: bool(house.pushed))
     assert (house.pushed[0].finished, house.pushed[0].ttfts_s, house.pushed[0].first_tokens) == ((), (), 1)
+    house.wants_requests = True
+    await house.send(message(2, finished=[ended], ttfts_s=[0.1]))
+    await eventually(lambda: len(house.pushed) > 1)
+    assert (house.pushed[-1].finished, house.pushed[-1].ttfts_s) == ((FinishedRequest(*ended),), ())
+
+
+async def test_of_requests_that_ended_all_are_told_up_to_a_bound(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of messages that are read together; beyond the bound they are counted."""
+    monkeypatch.setattr(module, "_SHORTEST_GAP_S", 0.2)
+    monkeypatch.setattr(module, "MOST_FINISHED", 3)
+    house.wants_requests = True
+    await house.listen()
+    await house.send(message(1))
+    await eventually(lambda: bool(house.pushed))
+    for seq in (2, 3):
+        listed = [[f"r{seq}{n}", "stop", 5, 5, 0, 1.0, 0.0] for n in range(2)]
+        await house.send(message(seq, finished=listed, left_out=1))
+    await eventually(lambda: house.total("taken") == 3)
+    assert [request.request_id for request in house.pushed[-1].finished] == ["r20", "r21", "r30"]
+    assert house.pushed[-1].left_out == 3

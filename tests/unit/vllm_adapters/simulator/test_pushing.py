@@ -82,6 +82,27 @@ async def test_what_is_pushed_is_what_the_page_says(ear: Ear) -> None:
     assert pushed.figures == told
 
 
+@pytest.mark.parametrize(
+    ("path", "asks", "name"),
+    [("/v1/completions", {"prompt": "say"}, "cmpl-mine-0"),
+     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "say"}]}, "chatcmpl-mine")],
+)  # fmt: skip
+async def test_requests_that_have_ended_are_listed_as_vllm_names_them(
+    ear: Ear, path: str, asks: dict[str, Any], name: str
+) -> None:
+    """Once each, with the tokens that their usage would tell."""
+    body = {"model": "tiny", "max_tokens": 4, **asks}
+    headers = {"x-request-id": "mine"}
+    async with aiohttp.ClientSession(ear.server.url) as client, client.post(path, json=body, headers=headers) as answer:
+        usage = (await answer.json())["usage"]
+    while not (finished := (await ear.next()).finished):
+        pass
+    [one] = finished
+    assert (one.request_id, one.reason) == (name, "length")
+    assert (one.prompt, one.generated) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert (await ear.next()).finished == ()
+
+
 async def test_an_engine_without_a_stats_port_shows_none() -> None:
     """As vLLM without the plugin."""
     server = SimulatedServer(replace(OPTIONS, stats_port=None))
