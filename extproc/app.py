@@ -36,6 +36,7 @@ from extproc.fleet.discovery.sources import Discovery
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flights
 from extproc.guard import guard_of
+from extproc.idempotency import Idempotency
 from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
@@ -89,8 +90,15 @@ class App:
         self._quotas = Quotas(config, self.metrics, time.time)
         self._retry_budgets = RetryBudgets(config, time.monotonic)
         self._breaking = Breaking(config, self.fleet, time.monotonic)
+        self._idempotency = Idempotency(config, time.monotonic)
         self._outcomes = Outcomes(
-            self.fleet, self.metrics, self.decision_log, self._request_log, self._quotas, self._breaking
+            self.fleet,
+            self.metrics,
+            self.decision_log,
+            self._request_log,
+            self._quotas,
+            self._breaking,
+            self._idempotency,
         )
         self.flights = Flights(
             self._state,
@@ -113,6 +121,7 @@ class App:
             quotas=self._quotas,
             breaking=self._breaking,
             retry_budgets=self._retry_budgets,
+            idempotency=self._idempotency,
         )
         self._outcomes.on_retry = self._retry_budgets.retried
         self._outcomes.on_release = self.pipeline.rooms.wake
@@ -217,6 +226,7 @@ class App:
         self._quotas.configure(config)
         self._breaking.configure(config)
         self._retry_budgets.configure(config)
+        self._idempotency.configure(config)
         self.pipeline.guard = guard_of(config, self.pipeline.guard, self.metrics, time.monotonic)
         self.metrics.patterns_in_force(config.guard.patterns if config.guard else ())
         self.pipeline.rooms.configure(config, self.fleet.placements)

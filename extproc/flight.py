@@ -21,6 +21,7 @@ from extproc.access.gate import Caller
 from extproc.usage_reports import Report
 from policies.admission.breakers import Breaker
 from policies.admission.clients import Visit
+from policies.admission.idempotency import KeyHold
 from policies.admission.tenants import Charge
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
@@ -165,6 +166,7 @@ class Flight:
         "claims",
         "ended_at_s",
         "hold_s",
+        "key_hold",
         "note",
         "opened_at_s",
         "placement",
@@ -207,6 +209,7 @@ class Flight:
         self.charge: Charge | None = None
         self.visit: Visit | None = None
         self.report: Report | None = None  # what its engine tells of it afterwards, if that may be needed
+        self.key_hold: KeyHold | None = None
         self.note: Note | None = None
         self.trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
         self.hold_s = 0.0  # how long the gateway waits for us
@@ -315,6 +318,8 @@ class Flights:
             flight.charge.ended()
         if flight.visit is not None:
             flight.visit.ended(flight.ended_at_s)
+        if flight.key_hold is not None:
+            flight.key_hold.ended(flight.ended_at_s) if stage is Stage.RESERVED else flight.key_hold.free()
         if stage is Stage.RESERVED and flight.reservation is not None:
             self._state.release(flight.reservation)
             if flight.placement is not None:

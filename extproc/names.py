@@ -14,6 +14,8 @@ STREAMED_HEADER = "x-pointsman-streamed"
 ATTEMPT_HEADER = "x-envoy-attempt-count"
 """How often Envoy has tried the request, the present try included; on requests to engines."""
 
+IDEMPOTENCY_HEADER = "idempotency-key"
+
 CREDENTIAL_HEADERS = ("authorization", "x-api-key")
 """Where clients put their keys and tokens: OpenAI's the first, Anthropic's the second."""
 

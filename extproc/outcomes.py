@@ -8,6 +8,7 @@ from dataclasses import asdict
 from extproc.breaking import Breaking
 from extproc.fleet.fleet import Fleet
 from extproc.flight import BROKE, TIMED_OUT, Completion, Flight, Usage
+from extproc.idempotency import Idempotency
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
@@ -26,11 +27,13 @@ class Outcomes:
         request_log: RequestLog | None = None,
         quotas: Quotas | None = None,
         breaking: Breaking | None = None,
+        idempotency: Idempotency | None = None,
     ) -> None:
         self.on_release: Callable[[str], None] = lambda _pool: None
         self.on_retry: Callable[[str, int], None] = lambda _pool, _count: None
         self._quotas = quotas
         self._breaking = breaking
+        self._idempotency = idempotency
         self._fleet = fleet
         self._metrics = metrics
         self._decisions = decisions
@@ -85,6 +88,8 @@ class Outcomes:
             self._quotas.settle(flight, outcome, completion)
         if self._breaking is not None:
             self._breaking.settled(flight, outcome, completion)
+        if self._idempotency is not None:
+            self._idempotency.settle(flight, outcome)
         self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)
@@ -96,6 +101,8 @@ class Outcomes:
             self._quotas.settle(flight, _UNTOLD, None)
         if self._breaking is not None:
             self._breaking.forgot(flight)
+        if self._idempotency is not None:
+            self._idempotency.settle(flight, _UNTOLD)
         self._decisions.finish(flight.request_id, flight.served_by, {"outcome": _UNTOLD})
         if self._request_log is not None:
             self._request_log.missing(flight, _UNTOLD)

@@ -24,6 +24,7 @@ from extproc.config.schema import Pool
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights, Stage
 from extproc.guard import Guard
+from extproc.idempotency import Idempotency
 from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
@@ -101,6 +102,7 @@ class Pipeline:
         quotas: Quotas | None = None,
         breaking: Breaking | None = None,
         retry_budgets: RetryBudgets | None = None,
+        idempotency: Idempotency | None = None,
     ) -> None:
         # Global state: swapped by a reload
         self.generation = generation
@@ -115,6 +117,7 @@ class Pipeline:
         self._quotas = quotas
         self._breaking = breaking
         self._retry_budgets = retry_budgets
+        self._idempotency = idempotency
         self._stored = StoredResponses()
         self.matcher = Matcher()
         self._clock = clock
@@ -231,14 +234,11 @@ class Pipeline:
         )
         if isinstance(plan, Refusal):
             return plan
-        broken = self._broken(plan)
-        if broken is not None:
-            return replace(broken, asked_model=plan.request.asked_model)
         plan.request.subset = _both(flight.subset, plan.request.subset)
         plan.request.tenant = flight.tenant
-        forbidden = None if self.guard is None or found is not None else self.guard.judge(plan.request)
-        if forbidden is not None:
-            return replace(forbidden, asked_model=plan.request.asked_model)
+        objection = self._broken(plan) or self._forbidden(plan, found) or self._asked_before(flight, headers, body)
+        if objection is not None:
+            return replace(objection, asked_model=plan.request.asked_model)
         if found is None and plan.target.pool.precise is not None and plan.request.prompt:
             return self._look_up(flight, headers, body, plain, plan)
         if found is not None:
@@ -429,8 +429,19 @@ class Pipeline:
         self._refund(held.asked.flight)
 
     def _refund(self, flight: Flight) -> None:
+        """Give back what was taken for a request that goes nowhere."""
+        if flight.key_hold is not None and flight.stage is not Stage.RESERVED:
+            flight.key_hold.free()
         if self._quotas is not None and flight.stage is not Stage.RESERVED:
             self._quotas.refund(flight)
+
+    def _forbidden(self, plan: Plan, found: Found | None) -> Refusal | None:
+        """The guard's refusal; it has looked already where the engines were asked what they hold."""
+        return None if self.guard is None or found is not None else self.guard.judge(plan.request)
+
+    def _asked_before(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Refusal | None:
+        """The refusal of a request that is under way or answered already; else it holds its key from here on."""
+        return None if self._idempotency is None else self._idempotency.hold(flight, headers, body)
 
     def _broken(self, plan: Plan) -> Refusal | None:
         """The refusal of a request to a model of which too many have failed."""

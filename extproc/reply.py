@@ -77,6 +77,8 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
         headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
     if refusal.status == HTTPStatus.UNAUTHORIZED:
         headers = (_JSON, ("www-authenticate", 'Bearer realm="pointsman"'))
+    if refusal.reason in _WORTH_RETRYING:
+        headers = (*headers, ("x-should-retry", _WORTH_RETRYING[refusal.reason]))
     return Answer(refusal.status, msgspec.json.encode(error), headers, refusal.reason)
 
 
@@ -106,6 +108,9 @@ _CODES = {
     Reason.QUOTA_BUDGET: "insufficient_quota",
 }
 """Codes that OpenAI's clients know by name; elsewhere the code is our reason."""
+
+_WORTH_RETRYING = {Reason.DUPLICATE_UNDER_WAY: "true", Reason.DUPLICATE_ANSWERED: "false"}
+"""OpenAI's clients try every 409 again unless told that it is of no use."""
 
 _SERVER_ERROR = 500
 _ANTHROPIC_TYPES = {

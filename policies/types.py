@@ -107,6 +107,9 @@ class Reason(StrEnum):
     QUOTA_BUDGET = "quota_budget"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    DUPLICATE_UNDER_WAY = "duplicate_under_way"
+    DUPLICATE_ANSWERED = "duplicate_answered"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
 

@@ -134,6 +134,9 @@ class Limits(Model):
         10_000,
         description="streams of tenants that engines may yet tell the usage of; beyond it the estimate stands",
     )
+    idempotency_keys: Positive = Field(
+        100_000, description="of answered requests, kept for `retries.idempotency_window_s` or until there are more"
+    )
     stored_responses: Positive = Field(10_000, description="answers of /v1/responses whose endpoint is remembered")
 
 

@@ -25,6 +25,7 @@ from extproc.control.routes import EXT_PROC, processing_mode, route_configuratio
 from extproc.names import (
     CREDENTIAL_HEADERS,
     FORWARDED_FOR_HEADER,
+    IDEMPOTENCY_HEADER,
     JWT_NAMESPACE,
     LB_NAMESPACE,
     METADATA_NAMESPACE,
@@ -42,6 +43,7 @@ _FORWARDED = (
     "x-session-id",
     "x-request-id",
     "x-vllm-priority",
+    IDEMPOTENCY_HEADER,
     FORWARDED_FOR_HEADER,
     "x-llm-d-slo-ttft-ms",
 )

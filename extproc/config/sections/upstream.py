@@ -77,5 +77,8 @@ class Retries(Model):
 
     attempts: int = Field(1, ge=0, le=5)
     statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503)
+    idempotency_window_s: Seconds | None = Field(
+        600, description="what was answered is not done again under the same Idempotency-Key; null: keys mean nothing"
+    )
     budget: Share = Field(0.2, description="of a pool's requests in ten seconds that may be retried; 1: all")
     budget_floor: int = Field(10, ge=0, le=1_000_000, description="retries in ten seconds that always may be")

@@ -23,6 +23,7 @@ from extproc.config.sections import observing
 from extproc.config.sections.callers import Access
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Completion, Flight, Flights, Stage
+from extproc.idempotency import Idempotency
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.request_log import RequestLog
 from extproc.pipeline import Pipeline
@@ -413,6 +414,32 @@ def test_where_nothing_is_ever_retried_there_is_no_budget_to_use_up() -> None:
     house.pipeline._retry_budgets = RetryBudgets(house.generation.config, lambda: house.now_s)
     assert isinstance(house.ask(chat()), Route)
     assert house.events.fallbacks == []
+
+
+def test_what_is_asked_twice_under_one_key_is_done_once(house: House) -> None:
+    """The second is refused, before it takes anything; when the first came to nothing, the third goes."""
+    keys = house.pipeline._idempotency = Idempotency(house.generation.config, lambda: house.now_s)
+    assert isinstance(house.ask(chat(), idempotency_key="k"), Route)
+    first, taken = house.flight, house.booked()
+    second = house.ask(chat(), idempotency_key="k")
+    assert isinstance(second, Answer)
+    assert error_of(second)["code"] == "duplicate_under_way"
+    assert dict(second.headers).items() >= {"x-should-retry": "true", "retry-after": "1"}.items()
+    assert house.booked() == taken
+    first.close()
+    keys.settle(first, "endpoint_failed")
+    assert isinstance(house.ask(chat(), idempotency_key="k"), Route)
+
+
+def test_a_request_that_is_refused_has_not_used_its_key(house: House) -> None:
+    """Nobody could take it; the same key may be sent again while its stream is still open."""
+    house.pipeline._idempotency = Idempotency(house.generation.config, lambda: house.now_s)
+    for address in CHAT_ADDRESSES:
+        house.fleet.observe(address, Evidence.DRAIN)
+    for _ in range(2):
+        refused = house.ask(chat(), idempotency_key="k")
+        assert isinstance(refused, Answer)
+        assert error_of(refused)["code"] == "no_ready_endpoint"
 
 
 def test_text_completions_are_routed_alike(house: House) -> None:
