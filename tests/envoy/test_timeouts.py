@@ -11,6 +11,8 @@ import httpx
 import pytest
 from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
 
+from extproc.access.keys import digest_of
+
 NO_PROBES = {"interval_ms": 600_000, "failed_requests": 1_000_000}
 """A slow engine stays a first choice: what is looked at is Envoy's clock, not the life-cycle."""
 BRIEFLY = {"allowance_s": 0.5, "least_s": 1, "most_s": 1}
@@ -103,6 +105,42 @@ def test_a_stream_beyond_its_total_limit_breaks_off_and_is_not_tried_again(
     assert outcome["failed"] == "upstream_request_timeout"
     assert sum(len(engine.requests()) for engine in rested) == asked_before + 1
     all_given_back(system)
+
+
+def test_a_limit_that_passes_costs_its_tenant_what_was_done(
+    rested: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """Nothing where no byte of an answer came, the prediction where it broke off; and its place is given back."""
+    token = "a-key"
+    key = {"name": "k", "tenant": "acme", "sha256": digest_of(token)}
+    system = make_system(
+        pools=[pool_of(rested)],
+        probe=NO_PROBES,
+        timeouts={"first_byte_s": None, "total": BRIEFLY},
+        access={"api_keys": [key]},
+        tenants={"default": {"tokens": {"per_s": 1e-9, "burst": 1000}, "concurrency": 5}},
+        headers={"authorization": f"Bearer {token}"},
+    )
+    system.wait_pickable(*(engine.address for engine in rested))
+
+    def account() -> dict[str, float]:
+        found: dict[str, float] = httpx.get(f"{system.admin_url}/v1/tenants", timeout=HANG_GUARD_S).json()["tenants"][
+            "acme"
+        ]
+        return found
+
+    with httpx.Client(timeout=HANG_GUARD_S, headers=system.headers) as client:
+        never = client.post(
+            f"{system.url}/v1/chat/completions", json=chat(), headers={"x-sim-fault": json.dumps({"freeze": True})}
+        )
+        assert is_a_timeout(never)
+        all_given_back(system)
+        eventually(lambda: (account()["running"], account()["tokens_left"]) == (0, 1000), "nothing was charged")
+        stream = HeldStream(client, system, max_tokens=50)
+        with pytest.raises(httpx.RemoteProtocolError):
+            stream.rest()
+    all_given_back(system)
+    eventually(lambda: account()["running"] == 0 and 900 < account()["tokens_left"] < 950, "the prediction was charged")
 
 
 def test_more_tokens_get_more_time(rested: list[Engine], make_system: Callable[..., System]) -> None:
