@@ -215,6 +215,19 @@ def test_a_failover_moves_the_booking(house: House) -> None:
     assert house.booked_nowhere()
 
 
+def test_how_many_answers_are_made_side_by_side_is_known_wherever_they_are(house: House) -> None:
+    """Where it was sent, and where it was moved: their pace is learned there."""
+    flight = house.flights.open()
+    request = InferenceRequest(Kind.CHAT, "m", "m", 100, choices=4)
+    decision = house.placement.choose(request, house.state, 0.0, Random(1))
+    assert isinstance(decision, Decision)
+    flight.reserve(request, decision, house.placement, house.placement.commit(decision, request, house.state, 0.0))
+    seen = [flight.reservation]
+    house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), None))
+    seen.append(flight.reservation)
+    assert [reservation.choices for reservation in seen if reservation] == [4, 4]
+
+
 def test_an_attempt_where_it_was_sent_changes_nothing(house: House) -> None:
     """Every request has one; it is joined and no move."""
     flight = house.start()
@@ -246,6 +259,7 @@ def test_a_retry_is_told_of_once(house: House, numbers: tuple[int, ...], attempt
         house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), "x", number))
     assert house.events.retries == max([number - 1 for number in numbers], default=0)
     house.flights.on_completion(replace(completion_of(flight), attempts=attempts))
+    assert house.events.retries == retries
     flight.close()
     house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), None, attempts))
     assert house.events.retries == retries

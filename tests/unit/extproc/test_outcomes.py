@@ -11,6 +11,7 @@ from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.fleet.fleet import Fleet
 from extproc.flight import Attempt, Completion, Flight, Flights, Usage
+from extproc.idempotency import Idempotency
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.outcomes import Outcomes, outcome_of
@@ -214,6 +215,32 @@ def test_a_retry_is_counted_and_told_to_the_budget() -> None:
     house.flights.on_completion(completion(flight.request_id, attempts=3))
     assert house.value("retries_total", pool="p") == 2
     assert told == [("p", 1), ("p", 1)]
+
+
+def test_a_key_is_settled_by_what_became_of_its_request() -> None:
+    """Kept after an answer; free where nobody tells how it ended."""
+    house = House()
+    keys = house.outcomes._idempotency = Idempotency(parse(CONFIG), lambda: house.now_s)
+    headers = {"idempotency-key": "k"}
+
+    def is_taken() -> bool:
+        flight = house.flights.open()
+        refusal = keys.hold(flight, headers, b"")
+        flight.close()
+        return refusal is not None
+
+    untold, answered = house.start(), house.start()
+    assert keys.hold(untold, headers, b"") is None
+    untold.close()
+    assert is_taken()
+    house.flights.access_log_timeout_s = -1
+    house.flights.expire()
+    assert not is_taken()
+    assert keys.hold(answered, headers, b"") is None
+    house.flights.on_completion(completion(answered.request_id))
+    answered.close()
+    house.now_s += 60
+    assert is_taken()
 
 
 def test_a_failover_is_counted_for_its_pool() -> None:
