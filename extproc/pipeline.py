@@ -196,7 +196,8 @@ class Pipeline:
 
         The request is read once more: the world, and the config, may have moved meanwhile.
         """
-        return cast("Reply", self._reply(flight, headers, body, plain, await asked))
+        reply = self._reply(flight, headers, body, plain, await asked)
+        return await reply.ready if isinstance(reply, Pending) else reply
 
     def _refuse(
         self, flight: Flight, headers: Mapping[str, str], refusal: Refusal, body_bytes: int | None = None

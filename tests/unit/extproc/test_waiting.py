@@ -21,6 +21,7 @@ from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
 from extproc.quotas import Quotas
 from extproc.reply import Answer, Pending, Reply, Route
+from extproc.senses.messages import Match, Matched
 from policies.fleet_state import FleetState
 from vllm_adapters.health import Listing
 
@@ -231,6 +232,33 @@ async def test_a_request_without_a_prompt_never_waits() -> None:
     body = json.dumps({"model": "served", "prompt": "word " * 200}).encode()
     reply = house.pipeline.decide(house.flights.open(), {**POST, ":path": "/tokenize"}, body)
     assert isinstance(reply, Route)
+
+
+async def test_a_request_with_a_precise_match_waits_like_any_other() -> None:
+    """First for the senses, then for room; a client that leaves then gives its place up like any other."""
+    house = House()
+    house.document["pools"][0]["prefix_index"] = {"precise": {"tokenizer": "engine"}}
+    house.use(parse(yaml.safe_dump(house.document)))
+    questions: list[Match] = []
+    house.pipeline.matcher.tell = lambda question: questions.append(question) is None
+
+    async def matched() -> tuple[Flight, asyncio.Future[Reply]]:
+        flight, reply = house.ask()
+        assert isinstance(reply, Pending)
+        house.pipeline.matcher.answered(Matched(questions[-1].number, 200))
+        await asyncio.sleep(0.01)
+        return flight, reply.ready
+
+    taken = [await matched() for _ in range(2)]
+    for _, ready in taken:
+        assert isinstance(await soon(ready), Route)
+    stays, leaves = await matched(), await matched()
+    assert house.waiting()["real-time"] == 2
+    leaves[1].cancel()
+    leaves[0].close()
+    assert house.waiting()["real-time"] == 1
+    taken[0][0].close()
+    assert isinstance(await soon(stays[1]), Route)
 
 
 async def test_a_new_config_is_seen_by_those_that_wait() -> None:
