@@ -247,6 +247,24 @@ def test_a_stream_without_usage_is_settled_by_what_its_engine_reports(
     assert house.metrics.registry.get_sample_value("pointsman_tenant_tokens_total", labels) == pytest.approx(used)
 
 
+def test_the_wait_for_a_report_does_not_make_a_request_longer() -> None:
+    """By how long they take, clients are told when to come again."""
+    house = House("{default: {concurrency: 1}}")
+    slot = house.state.slot_of(ENGINE)
+    assert slot is not None
+    house.state.silence_s[slot] = 3.0
+    for number in range(20):
+        flight = house.flights.open()
+        flight.caller = Caller("acme")
+        body = b'{"model":"m","stream":true,"max_tokens":100,"messages":[]}'
+        assert isinstance(house.pipeline.decide(flight, HEADERS | {"x-request-id": f"id-{number}"}, body), Route)
+        house.end(flight)
+        house.now_s += 5
+        house.quotas.tick()
+    house.routed("acme")
+    assert house.refused("acme")[2] == "1"
+
+
 @pytest.mark.parametrize(("usage", "splices"), [("as_asked", 0), ("inject", 1)])
 def test_streams_are_asked_for_their_usage_if_the_config_says_so(usage: str, splices: int) -> None:
     """By us where the client did not, and counted by who asked."""

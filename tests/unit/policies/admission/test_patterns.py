@@ -83,6 +83,11 @@ def test_what_every_string_says_stands_in_the_decoded_text(strings: list[str], a
         assert one.encode() in decoded
 
 
+def test_a_string_that_ends_in_a_backslash_ends_there() -> None:
+    """The quote behind an escaped backslash is no escaped quote."""
+    assert unescaped(rb'["a\\","b\"",1]') == b'["a\\","b"",1]'
+
+
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=20), st.integers(2, 60))
 def test_a_window_that_cuts_an_escape_or_a_character_in_two_is_decoded_all_the_same(
     strings: list[str], most: int
