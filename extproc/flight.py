@@ -31,10 +31,10 @@ REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
 
 
-TIMED_OUT = "upstream_request_timeout"
-"""Why an attempt failed: Envoy's limit on a try or on the whole was reached. The name of its response flag."""
+TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
+"""Names of Envoy's response flags for its time limits: on a try, on the whole, on silence."""
 BROKE = "status_500"
-"""The same: the endpoint answered 500, since it shuts down, or is broken, or the request breaks it."""
+"""Why an attempt failed: the endpoint answered 500. It shuts down, or is broken, or the request breaks it."""
 
 _OK = 200
 _MOST_SETTLED = 1_000
@@ -105,7 +105,7 @@ class Completion:
     @property
     def timed_out(self) -> bool:
         """A time limit ended it."""
-        return "upstream_request_timeout" in self.flags or "stream_idle_timeout" in self.flags
+        return not TIMED_OUT.isdisjoint(self.flags)
 
 
 @dataclass(frozen=True, slots=True)

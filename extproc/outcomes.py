@@ -54,7 +54,7 @@ class Outcomes:
     def _hold_against(self, flight: Flight, address: str, why: str) -> None:
         """A request that a second endpoint answers 500 as well is to blame itself, not they."""
         if why != BROKE:
-            self._fleet.observe(address, Evidence.TIMED_OUT if why == TIMED_OUT else Evidence.FAILED)
+            self._fleet.observe(address, Evidence.TIMED_OUT if why in TIMED_OUT else Evidence.FAILED)
         elif flight.broke is None:
             flight.broke = address
             self._fleet.observe(address, Evidence.UNFIT)

@@ -18,7 +18,7 @@ from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2, wrappers_pb2
 
-from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
+from extproc.flight import REQUEST_ID_BYTES, TIMED_OUT, Attempt, Completion, Usage
 from extproc.names import (
     ATTEMPT_HEADER,
     CLUSTER_HEADER,
@@ -353,7 +353,6 @@ _ENDPOINT_FAILED = frozenset(
     }
 )
 """Flags that mean the endpoint, not the client, broke the attempt."""
-_TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 _BUFFERED_BYTES = 32 * 1024
 """What a gateway takes from an endpoint though its client reads nothing: no buffer limit that we know of is smaller.
 
@@ -418,9 +417,9 @@ def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
     for name in _flags(entry.common_properties):
         if name in _CLIENT_LEFT:
             return None
-        if name in _ENDPOINT_FAILED or (name in _TIMED_OUT and _was_asked(entry.common_properties)):
+        if name in _ENDPOINT_FAILED or (name in TIMED_OUT and _was_asked(entry.common_properties)):
             failed = name
-    if failed in _TIMED_OUT and entry.common_properties.upstream_wire_bytes_received > _BUFFERED_BYTES:
+    if failed in TIMED_OUT and entry.common_properties.upstream_wire_bytes_received > _BUFFERED_BYTES:
         return None
     if failed is not None:
         return failed

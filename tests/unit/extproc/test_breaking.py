@@ -18,7 +18,7 @@ from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import Metrics
 from extproc.outcomes import Outcomes
 from extproc.pipeline import Pipeline
-from extproc.reply import Answer, Route
+from extproc.reply import Answer, Pending, Route
 from policies.fleet_state import FleetState
 from vllm_adapters.health import Listing
 
@@ -30,6 +30,9 @@ pools:
 """
 ALONE = "endpoint: null"
 """So that it is models and zones alone that react."""
+POST = {":method": "POST", ":path": "/v1/chat/completions"}
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODY = json.dumps({"model": "m", "messages": MESSAGES}).encode()
 RESET, TIMEOUT = "upstream_remote_reset", "upstream_request_timeout"
 
 
@@ -59,6 +62,8 @@ class House:
             generation, self.fleet, self.flights, log, self.metrics,
             clock=self.clock, wall_clock=self.clock, rng=Random(1), breaking=self.breaking,
         )  # fmt: skip
+        outcomes.on_release = self.pipeline.rooms.wake
+        self.pipeline.rooms.configure(generation.config, self.fleet.placements)
 
     def clock(self) -> float:
         """Of everything here."""
@@ -84,19 +89,22 @@ class House:
     def ask(self, model: str = "m") -> tuple[Flight, Route | Answer]:
         """One request."""
         flight = self.flights.open()
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}]}).encode()
-        reply = self.pipeline.decide(flight, {":method": "POST", ":path": "/v1/chat/completions"}, body)
+        reply = self.pipeline.decide(flight, POST, json.dumps({"model": model, "messages": MESSAGES}).encode())
         assert isinstance(reply, Route | Answer)
         return flight, reply
 
-    def end(self, flight: Flight, **fields: Any) -> None:
-        """The request is over: well, unless said otherwise."""
+    def completion(self, flight: Flight, **fields: Any) -> Completion:
+        """Its access-log entry: all went well, unless said otherwise."""
         values: dict[str, Any] = {
             "request_id": flight.request_id, "address": flight.served_by, "status": 200, "flags": (), "details": "",
             "attempts": 1, "failed": None, "duration_s": 4.0, "ttft_s": 0.5, "request_bytes": 1, "response_bytes": 1,
         }  # fmt: skip
+        return Completion(**values | fields)
+
+    def end(self, flight: Flight, **fields: Any) -> None:
+        """The request is over."""
         flight.close()
-        self.flights.on_completion(Completion(**values | fields))
+        self.flights.on_completion(self.completion(flight, **fields))
 
     def run(self, count: int, model: str = "m", **fields: Any) -> list[Route | Answer]:
         """So many requests one after the other, all of which end in the same way."""
@@ -292,6 +300,25 @@ def test_a_busy_pools_retry_after_is_when_a_place_should_be_free() -> None:
     for _ in range(3):
         house.ask()
     assert house.refused() == ("all_busy", 20)
+
+
+async def test_who_waits_for_a_model_that_fails_is_refused_as_well() -> None:
+    """As soon as his turn comes: he would only be failed by an engine."""
+    house = House(pools=POOLS.replace("p.yaml}", "p.yaml}, queue: {endpoint_requests: 1}"))
+    running = [house.ask()[0] for _ in range(3)]
+    waits = house.flights.open()
+    waits.hold_s = 60.0
+    reply = house.pipeline.decide(waits, POST, BODY)
+    assert isinstance(reply, Pending)
+    for address in (A, B) * 20:
+        trouble = house.flights.open()
+        trouble.pool, trouble.served_by = "p", address
+        house.breaking.settled(trouble, "endpoint_failed", house.completion(trouble, **FAILED))
+    house.end(running[0])
+    refused = await reply.ready
+    assert isinstance(refused, Answer)
+    assert json.loads(refused.body)["error"]["code"] == "model_breaker"
+    assert house.pipeline.rooms.describe()["p"]["held_bytes"] == 0
 
 
 # -- zones

@@ -288,6 +288,17 @@ def test_an_answer_told_of_late_teaches_no_stranger() -> None:
     assert flight.placement is None
 
 
+@pytest.mark.parametrize("why", ["upstream_request_timeout", "stream_idle_timeout"])
+def test_timeouts_degrade_an_endpoint_instead_of_taking_it_out(why: str) -> None:
+    """Three in a row, whatever limit it was."""
+    house = House()
+    for _ in range(3):
+        flight = house.start()
+        house.flights.on_attempt(Attempt(flight.request_id, FIRST, why))
+        flight.close()
+    assert house.state.state[house.state.slot_of(FIRST)] == State.DEGRADED
+
+
 def test_a_request_that_breaks_two_engines_is_held_against_neither() -> None:
     """The first is out until its trial, as any that answers 500; the second stays, and there is no row of failures."""
     house = House()
