@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -152,12 +152,15 @@ class _Line(Generic[_T]):
         heads = [(self.clocks.at(tenant), tenant, 0) for tenant in self.tenants]
         heapq.heapify(heads)
         while heads:
-            at, tenant, position = heapq.heappop(heads)
+            at, tenant, position = heads[0]
             tickets = self.tenants[tenant]
             ticket = tickets[position]
             yield ticket
-            if position + 1 < len(tickets):
-                heapq.heappush(heads, (at + ticket.tokens, tenant, position + 1))
+            position += 1
+            if position < len(tickets):
+                heapq.heapreplace(heads, (at + ticket.tokens, tenant, position))
+            else:
+                heapq.heappop(heads)
 
     def overdue(self, now_s: float) -> _T | None:
         for waiting in self.by_wait.values():
@@ -185,6 +188,19 @@ class _Line(Generic[_T]):
 
 def _rank(ticket: Ticket) -> tuple[float, int]:
     return ticket.rank
+
+
+class _Going(Generic[_T]):
+    """A class while its next turns are foretold. `passed_over_since`: the turn from which on others went."""
+
+    __slots__ = ("at", "left", "order", "passed_over_since", "turn_cost")
+
+    def __init__(self, line: _Line[_T], at: float, share: float) -> None:
+        self.order = line.in_order()
+        self.left = len(line.arrivals)
+        self.at = at
+        self.turn_cost = 1.0 / share
+        self.passed_over_since = -line.passed_over
 
 
 class Queue(Generic[_T]):
@@ -220,6 +236,10 @@ class Queue(Generic[_T]):
 
     def __len__(self) -> int:
         return sum(len(line.arrivals) for line in self._lines.values())
+
+    def anyone(self) -> _T | None:
+        """One of those that wait, if somebody does."""
+        return next((next(iter(line.arrivals)) for line in self._lines.values() if line.arrivals), None)
 
     def waiting(self, class_name: str) -> int:
         """How many of a class wait."""
@@ -301,26 +321,29 @@ class Queue(Generic[_T]):
 
     def window(self, most: int) -> list[_T]:
         """The next requests in the order in which they would go if all of them could."""
-        lines = {name: line.in_order() for name, line in self._lines.items() if line.arrivals}
-        left = {name: len(self._lines[name].arrivals) for name in lines}
-        at = {name: self._clocks.at(name) for name in lines}
-        passed_over = {name: self._lines[name].passed_over for name in lines}
+        going = [_Going(line, self._clocks.at(name), self._shares[name]) for name, line in self._lines.items()]
+        going = [one for one in going if one.left]
         chosen: list[_T] = []
-        while left and len(chosen) < most:
-            name = self._next_class(at, passed_over)
-            chosen.append(next(lines[name]))
-            at[name] += 1.0 / self._shares[name]
-            passed_over = {other: passed_over[other] + 1 for other in left} | {name: 0}
-            left[name] -= 1
-            if not left[name]:
-                del left[name], at[name], passed_over[name]
+        turn = 0
+        while going and len(chosen) < most:
+            first = going[0] if len(going) == 1 else self._next_class(going, turn)
+            chosen.append(next(first.order))
+            turn += 1
+            first.at += first.turn_cost
+            first.passed_over_since = turn
+            first.left -= 1
+            if not first.left:
+                going.remove(first)
         return chosen
 
-    def _next_class(self, at: Mapping[str, float], passed_over: Mapping[str, int]) -> str:
-        starved = max(at, key=lambda name: passed_over[name])
-        if passed_over[starved] >= self.spec.most_passed_over:
-            return starved
-        return min(at, key=lambda name: at[name])
+    def _next_class(self, going: list[_Going[_T]], turn: int) -> _Going[_T]:
+        first = starved = going[0]
+        for one in going:
+            if one.at < first.at:
+                first = one
+            if one.passed_over_since < starved.passed_over_since:
+                starved = one
+        return starved if turn - starved.passed_over_since >= self.spec.most_passed_over else first
 
     def _waiting_classes(self) -> list[str]:
         return [name for name, line in self._lines.items() if line.arrivals]
