@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-binding lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -61,6 +61,9 @@ bench-fidelity: $(READY) ## the simulator beside a real vLLM on CPU: make bench-
 
 bench-view: $(READY) ## how late figures are, pushed and scraped, from a real vLLM on CPU: make bench-view [ARGS='--changes 300']
 	PYTHONPATH=tests/engine:tests/envoy $(BIN)/python -m benchmarks.view_age $(ARGS)
+
+bench-binding: $(READY) ## the CPU time of one pass of late binding: make bench-binding [ARGS='--passes 300']
+	$(BIN)/python -m benchmarks.binding_pass $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

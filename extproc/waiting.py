@@ -197,7 +197,6 @@ class WaitingRoom:
             _chain(held, held.again())
             return
         held.ready.set_result(self._carrier.carry(held, bound.decision))
-        self.binder.went(held)
 
     def _give_up(self, held: Held) -> None:
         self._leave(held, "failed")

@@ -297,10 +297,13 @@ class Replay:
     def _bind(self) -> None:
         """Whoever can go now, goes."""
         binder = self._binder
-        while binder is not None and (bound := binder.next(self._state, self._now_s, self._rng, length=1)) is not None:
-            binder.queue.take(bound.ticket, self._now_s)
-            self._place(bound.ticket.number, bound.ticket.request, bound.decision)
-            binder.went(bound.ticket)
+        while binder is not None:
+            bound = binder.next(self._state, self._now_s, self._rng, length=1)
+            if bound is not None:
+                binder.queue.take(bound.ticket, self._now_s)
+                self._place(bound.ticket.number, bound.ticket.request, bound.decision)
+            elif not binder.unfinished:
+                return
 
     def _bind_again(self) -> None:
         self._bind()

@@ -8,9 +8,11 @@ whose best has none waits for it, but the longer it has waited the more it will 
 every cache, and in overload everybody waits long). Without that rule one hot prefix keeps the whole queue waiting for
 its holder.
 
-The whole window is priced in one pass, requests by endpoints. What prompts find in the caches is looked up once and
-then every `_LOOKED_AGAIN_S`, or when one like it has gone: a pass must cost no more than a millisecond. The choice
-itself is `Placement.choose`'s as always, restricted to endpoints with room, so it is exact and explains itself.
+The window is priced requests by endpoints, some at once and until somebody can go. A pass must cost no more than a
+millisecond: so nothing is done where no endpoint has room; what prompts find in the caches is looked up once and then
+every `_LOOKED_AGAIN_S`, or when others come to hold the half of it; and in a large fleet one pass sees only a slice of
+the window, the next pass the next one. The choice itself is `Placement.choose`'s as always, restricted to endpoints
+with room, so it is exact and explains itself.
 
 Where a policy names no prices (Pricing), or late binding is off, requests go in the queue's order to the best endpoint
 with room. Formula and constants were found by simulation: docs/benchmarks.md.
@@ -18,7 +20,9 @@ with room. Formula and constants were found by simulation: docs/benchmarks.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Generic, TypeVar
 
@@ -28,17 +32,19 @@ from policies.admission.queue import Queue, Ticket
 from policies.admission.room import RoomSpec, cache_holds, class_has_room, with_room
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement, Unplaceable
-from policies.placement.policy import Pricing
 from policies.placement.view import View
 from policies.types import Decision, Floats, InferenceRequest, Mask, Slots
 
 _WINDOW_PER_ENDPOINT = 6
 """Requests looked at per endpoint; an eighth of that costs half of the gain in a fleet of 32."""
-_FEWEST_LOOKED_AT = 16
-_MOST_PRICED = 65_536
-"""Requests times endpoints in one pass."""
+_FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 16, 512
+_FEWEST_AT_ONCE = 8
+_MOST_PRICED, _MOST_AT_ONCE = 8_192, 64
+"""Requests times endpoints, and requests, in one pass: about a millisecond."""
+_FIRST_PRICED, _TIMES_MORE = 4_096, 5
+"""Of these the first, and how many more each time: who goes, if anybody does, is mostly among the first."""
 _LOOKED_AGAIN_S = 1.0
-_MOST_LOOKED_UP = 12
+_MOST_LOOKED_UP = 4
 """Prompts looked up in one pass, at about 50 us each."""
 
 
@@ -54,11 +60,14 @@ class BindingSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Prospects:
-    """What a request finds: by member of the pool, tokens of its prompt, and whether it may go there at all."""
+    """What a request finds: by member of the pool, tokens of its prompt, less than 0 where it may not go at all.
+
+    `holders`: who held the first half of its prompt then.
+    """
 
     matched_tokens: Floats
-    allowed: Mask
     members: Slots
+    holders: int
     at_s: float
 
 
@@ -92,7 +101,8 @@ class Binder(Generic[_W]):
         self.queue = queue
         self.spec = spec
         self.unfinished = False
-        self._looked_at: list[_W] = []
+        self._begin = 0
+        self._lookups_left = 0
 
     def at_once(
         self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random, *, length: int = 3
@@ -113,21 +123,47 @@ class Binder(Generic[_W]):
 
     def next(self, state: FleetState, now_s: float, rng: Random, *, length: int = 3) -> Bound[_W] | None:
         """The next request that goes and where to; None if nobody can."""
-        self.unfinished = False
-        window = self._window()
-        if not window:
+        begin, self._begin, self.unfinished = self._begin, 0, False
+        anyone = self.queue.anyone()
+        if anyone is None or not len(self.placement.members):
             return None
-        view = self.placement.survey(window[0].request, state, now_s, rng)
+        view = self.placement.survey(anyone.request, state, now_s, rng)
         general = with_room(view, self.spec.room)
         if not general.any():
             return None
-        self._looked_at = self._look_up(window, state, now_s, rng)
-        while self._looked_at:
-            fits, detours_s = self._weigh(view, self._looked_at, general)
-            first = self._first(self._looked_at, detours_s, now_s)
+        self._lookups_left = _MOST_LOOKED_UP
+        for tickets in self._slices(begin):
+            known = self._look_up(tickets, state, now_s, rng)
+            bound = self._first_that_goes(known, view, general, rng, length)
+            if bound is not None:
+                return bound
+        return None
+
+    def _slices(self, begin: int) -> Iterator[list[_W]]:
+        """This pass's part of the window, in parts that are priced at once. The next pass goes on behind it."""
+        members, waiting = len(self.placement.members), len(self.queue)
+        size = min(max(_WINDOW_PER_ENDPOINT * members, _FEWEST_LOOKED_AT), _MOST_LOOKED_AT, waiting)
+        begin = begin if begin < size else 0
+        end = min(begin + min(max(_MOST_PRICED // members, _FEWEST_AT_ONCE), _MOST_AT_ONCE), size)
+        order = islice(self.queue.in_order(), begin, end)
+        rows = min(max(_FIRST_PRICED // members, _FEWEST_AT_ONCE), _FEWEST_LOOKED_AT)
+        while tickets := list(islice(order, rows)):
+            yield tickets
+            rows *= _TIMES_MORE
+        if end < size:
+            self._begin, self.unfinished = end, True
+
+    def _first_that_goes(
+        self, tickets: list[_W], view: View, general: Mask, rng: Random, length: int
+    ) -> Bound[_W] | None:
+        """The first of these who can go, and where to."""
+        state, now_s = view.state, view.now_s
+        while tickets:
+            fits, detours_s = self._weigh(view, tickets, general)
+            first = self._first(tickets, detours_s, now_s)
             if first is None:
                 return None
-            ticket = self._looked_at[first]
+            ticket = tickets[first]
             room = np.zeros(len(state.generation), np.bool_)
             room[view.slots[fits[first]]] = True
             decision = self.placement.choose(ticket.request, state, now_s, rng, length=length, room=room)
@@ -135,32 +171,18 @@ class Binder(Generic[_W]):
                 decision.waited_s, decision.detour_s = now_s - ticket.since_s, float(detours_s[first])
                 return Bound(ticket, decision)
             ticket.prospects = None  # the world has moved since it was looked at
-            del self._looked_at[first]
+            del tickets[first]
         return None
-
-    def went(self, ticket: _W) -> None:
-        """A request has gone: what it brings to its endpoint, those that begin alike will find there."""
-        begins = ticket.request.block_hashes[:1]
-        for other in self._looked_at:
-            if begins and other.request.block_hashes[:1] == begins:
-                other.prospects = None
-
-    def _window(self) -> list[_W]:
-        members = len(self.placement.members)
-        if not members or not len(self.queue):
-            return []
-        most = min(_WINDOW_PER_ENDPOINT * members, _MOST_PRICED // members)
-        return self.queue.window(max(most, _FEWEST_LOOKED_AT))
 
     # -- what they find
 
-    def _look_up(self, window: list[_W], state: FleetState, now_s: float, rng: Random) -> list[_W]:
+    def _look_up(self, tickets: list[_W], state: FleetState, now_s: float, rng: Random) -> list[_W]:
         """Those of which is known what they find. The first few of whom it is not, or no longer, are looked up now."""
-        left, known = _MOST_LOOKED_UP, []
-        for ticket in window:
-            if not self._is_fresh(ticket.prospects, now_s):
-                if left:
-                    left -= 1
+        known = []
+        for ticket in tickets:
+            if not self._is_fresh(ticket, now_s):
+                if self._lookups_left:
+                    self._lookups_left -= 1
                     ticket.prospects = self._prospects(ticket.request, state, now_s, rng)
                 else:
                     self.unfinished = True
@@ -168,15 +190,23 @@ class Binder(Generic[_W]):
                 known.append(ticket)
         return known
 
-    def _is_fresh(self, prospects: _Prospects | None, now_s: float) -> bool:
-        if prospects is None or prospects.members is not self.placement.members:
+    def _is_fresh(self, ticket: _W, now_s: float) -> bool:
+        found = ticket.prospects
+        if found is None or found.members is not self.placement.members or now_s - found.at_s > _LOOKED_AGAIN_S:
             return False
-        return now_s - prospects.at_s <= _LOOKED_AGAIN_S
+        return self._holders(ticket.request) == found.holders
+
+    def _holders(self, request: InferenceRequest) -> int:
+        """Who holds the first half of the prompt: another one by now, if a request like this has gone."""
+        hashes = request.block_hashes
+        return self.placement.index.holders(hashes[len(hashes) // 2]) if hashes else 0
 
     def _prospects(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> _Prospects:
         view = self.placement.view(request, state, now_s, rng)
         may, _ = self.placement.filter(view)
-        return _Prospects(view.matched_tokens, np.isin(view.slots, may.slots), view.slots, now_s)
+        matched = np.full(len(view.slots), -1.0)
+        matched[view.slots.searchsorted(may.slots)] = may.matched_tokens
+        return _Prospects(matched, view.slots, self._holders(request), now_s)
 
     # -- where they could go, and at what price
 
@@ -185,19 +215,26 @@ class Binder(Generic[_W]):
 
         Less, where its choice is the holder of its prompt and dearer: it was to be kept only if that has room.
         """
-        at = self.placement.members.searchsorted(view.slots)
-        found = [ticket.prospects for ticket in tickets if ticket.prospects is not None]
-        allowed = np.stack([one.allowed for one in found])[:, at]
+        matched = self._matched(view, tickets)
+        allowed = matched >= 0
         fits: Mask = self._fits(view, tickets) & allowed & general
-        policy = self.placement.policy
-        if not self.spec.late or not isinstance(policy, Pricing):
+        pricing = self.placement.pricing
+        if not self.spec.late or pricing is None:
             return fits, np.where(fits.any(axis=1), 0.0, np.inf)
-        matched = np.stack([one.matched_tokens for one in found])[:, at]
-        costs, liked = policy.price(view, [ticket.request for ticket in tickets], matched)
+        costs, liked = pricing.price(view, [ticket.request for ticket in tickets], np.maximum(matched, 0.0))
         rows = np.arange(len(tickets))
         choice = np.where(allowed, liked, np.inf).argmin(axis=1)
         offer = np.where(fits, liked, np.inf).argmin(axis=1)
         return fits, np.where(fits.any(axis=1), costs[rows, offer] - costs[rows, choice], np.inf)
+
+    def _matched(self, view: View, tickets: list[_W]) -> Floats:
+        """What each finds at each of the view's candidates, shape (w, n); less than 0 where it may not go."""
+        members = self.placement.members
+        rows = [ticket.prospects.matched_tokens for ticket in tickets if ticket.prospects is not None]
+        matched = np.concatenate(rows).reshape(len(rows), len(members))
+        if len(view.slots) < len(members):
+            matched = matched[:, members.searchsorted(view.slots)]
+        return matched
 
     def _fits(self, view: View, tickets: list[_W]) -> Mask:
         """Where there is room for each, beside what is needed for any; shape (w, n)."""

@@ -13,7 +13,7 @@ weight, and the one whose clock is furthest behind is next. Who comes back from 
 his last turn, or he could save turns up; a debt he keeps. Rejected: deficit round robin. Late binding takes requests
 from anywhere in the window, and rounds say nothing about those; clocks do.
 
-`window` says in which order the next requests would go, without changing anything; `take` says that one has gone.
+`in_order` says in which order requests would go, without changing anything; `take` says that one has gone.
 Not here: whether anything may go now (binding.py), and holding the requests themselves (extproc).
 """
 
@@ -24,6 +24,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, Literal, TypeVar
 
 
@@ -119,6 +120,11 @@ class _Clocks:
         """Its clock, which is never in the past."""
         return max(self._at.get(name, 0.0), self._now)
 
+    def each(self, names: Iterable[str]) -> Iterator[tuple[float, str]]:
+        """The clocks of many, at once since there may be thousands."""
+        now, at = self._now, self._at.get
+        return ((max(at(name, now), now), name) for name in names)
+
     def turn(self, name: str, cost: float, waiting: Iterable[str]) -> None:
         """`name` got a turn, one of those `waiting`."""
         began = self.at(name)
@@ -149,7 +155,7 @@ class _Line(Generic[_T]):
 
     def in_order(self) -> Iterator[_T]:
         """The requests in the order in which they would go."""
-        heads = [(self.clocks.at(tenant), tenant, 0) for tenant in self.tenants]
+        heads = [(at, tenant, 0) for at, tenant in self.clocks.each(self.tenants)]
         heapq.heapify(heads)
         while heads:
             at, tenant, position = heads[0]
@@ -321,20 +327,22 @@ class Queue(Generic[_T]):
 
     def window(self, most: int) -> list[_T]:
         """The next requests in the order in which they would go if all of them could."""
+        return list(islice(self.in_order(), most))
+
+    def in_order(self) -> Iterator[_T]:
+        """The same, of all that wait; the queue must not change meanwhile."""
         going = [_Going(line, self._clocks.at(name), self._shares[name]) for name, line in self._lines.items()]
         going = [one for one in going if one.left]
-        chosen: list[_T] = []
         turn = 0
-        while going and len(chosen) < most:
+        while going:
             first = going[0] if len(going) == 1 else self._next_class(going, turn)
-            chosen.append(next(first.order))
+            yield next(first.order)
             turn += 1
             first.at += first.turn_cost
             first.passed_over_since = turn
             first.left -= 1
             if not first.left:
                 going.remove(first)
-        return chosen
 
     def _next_class(self, going: list[_Going[_T]], turn: int) -> _Going[_T]:
         first = starved = going[0]

@@ -21,6 +21,7 @@ Rejected: exact per-request queues per endpoint. The order inside an engine is i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,15 @@ class Ledger:
             return 0.0
         expected = self.expected_output_tokens
         return expected if request.max_tokens is None else min(expected, float(request.max_tokens))
+
+    def answers_tokens(self, requests: Sequence[InferenceRequest]) -> Floats:
+        """The same of w requests at once, shape (w, 1)."""
+        expected = self.expected_output_tokens
+        most = [
+            (expected if (most := request.max_tokens) is None else most) if request.kind in _GENERATE else 0.0
+            for request in requests
+        ]
+        return np.minimum(np.array(most, np.float64), expected)[:, None]
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, answers' length and pace."""

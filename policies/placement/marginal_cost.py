@@ -93,8 +93,8 @@ class MarginalCost:
 
     def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
         """What each of w requests would cost at each candidate, without and with the band, in seconds, shape (w, n)."""
-        prompts = np.array([[request.input_tokens] for request in requests], np.float64)
-        answers = np.array([[view.ledger.answer_tokens(request)] for request in requests], np.float64)
+        prompts = np.array([request.input_tokens for request in requests], np.float64)[:, None]
+        answers = view.ledger.answers_tokens(requests)
         cost, band, _ = self._cost(view, _Asks(prompts, answers, matched_tokens))
         return cost, cost + band
 

@@ -20,7 +20,7 @@ from policies.fleet_state import FleetState
 from policies.placement.calibration import Calibration
 from policies.placement.filters import FILTERS, Filter, busy, exceeds_context, ready
 from policies.placement.ledger import Ledger
-from policies.placement.policy import BadScore, Policy
+from policies.placement.policy import BadScore, Policy, Pricing
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
 from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Mask, Reservation, Slots
@@ -79,6 +79,7 @@ class Placement:
         """
         self._filters = _filters(filters)
         self.policy = policy
+        self.pricing = policy if isinstance(policy, Pricing) else None  # asked once: it takes 30 us
         self.index_tokens = index_tokens
 
     def use_for_some(self, policies: Mapping[str, tuple[Policy, Iterable[str]]]) -> None:

@@ -70,6 +70,10 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched[slots]
 
+    def holders(self, block: int) -> int:
+        """The slots that hold this block, as bits."""
+        return self._holders.get(block, 0)
+
     def pinned(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
         """Contiguous tokens of the prompt that requests in flight use on each of `slots`, shape (n,)."""
         found = np.zeros(len(slots))

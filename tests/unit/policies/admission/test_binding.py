@@ -86,7 +86,6 @@ class Pool:
         if bound is not None:
             self.queue.take(bound.ticket, self.now_s)
             self.start(bound.ticket.request, bound.decision)
-            self.binder.went(bound.ticket)
         return bound
 
 
@@ -324,12 +323,36 @@ def test_many_are_looked_up_in_several_passes() -> None:
     assert bound(pool.bind()).ticket is waiting[1]
 
 
-@pytest.mark.parametrize("endpoints", [1, 7, 300])
-def test_a_window_is_bounded_whatever_the_fleet(endpoints: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six requests per endpoint, but no more than can be priced in one go."""
+@pytest.mark.parametrize(("endpoints", "window"), [(2, 16), (7, 42), (300, 512)])
+def test_a_window_is_bounded_whatever_the_fleet(endpoints: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests per endpoint, but no more than can be put in order in a moment; nobody is looked at twice for it."""
     pool = Pool(endpoints=endpoints)
-    asked: list[int] = []
-    monkeypatch.setattr(pool.queue, "window", lambda most: asked.append(most) or [])
-    monkeypatch.setattr(type(pool.queue), "__len__", lambda _self: 1)
+    priced: list[InferenceRequest] = []
+    price = MarginalCost.price
+    monkeypatch.setattr(MarginalCost, "price", lambda *args: priced.extend(args[2]) or price(*args))
+    assert isinstance(pool.arrive(pool.request(subset=("10.0.0.0:80",))), Decision)
+    waiting = [pool.arrive(pool.request(subset=("10.0.0.0:80",))) for _ in range(600)]
     assert pool.bind() is None
-    assert asked == [{1: 16, 7: 42, 300: 218}[endpoints]]
+    while pool.binder.unfinished:
+        assert pool.bind() is None
+    assert [id(one) for one in priced] == [id(one.request) for one in waiting[:window]]  # type: ignore[union-attr]
+
+
+def test_a_window_too_large_for_one_pass_is_looked_at_in_several() -> None:
+    """A pass says that it has left some out; the next goes on there, and begins anew when one went."""
+    pool = Pool(endpoints=400)
+    holders = [held_by(pool, 10 * number) for number in range(1, 401)]
+    pool.now_s = 100.0  # nobody has anything left to prefill, and each holds one prompt
+    order = [pool.arrive(pool.request(10 * (number % 399 + 1))) for number in range(80)]
+    last = pool.arrive(pool.request(10 * 400))
+    assert pool.bind() is None
+    assert not pool.binder.unfinished  # no endpoint has room
+    pool.end(holders[399][0])
+    passes = 0
+    while (found := pool.bind()) is None:
+        assert pool.binder.unfinished
+        passes += 1
+    assert (found.ticket, found.decision.order[0]) == (last, holders[399][1])
+    assert passes >= 2
+    pool.end(holders[0][0])
+    assert bound(pool.bind()).ticket is order[0]

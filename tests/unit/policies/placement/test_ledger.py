@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policies.placement.ledger import Ledger
 from policies.placement.profiles import Profile
-from policies.types import Reservation
+from policies.types import InferenceRequest, Kind, Reservation
 
 _PROFILE = Profile(prefill_tokens_per_s=1_000.0, attention_per_token=0.0, request_tokens=0.0)
 
@@ -195,6 +195,18 @@ def test_the_length_of_answers_is_the_profiles_until_it_is_known() -> None:
     for _ in range(5_000):
         ledger.answered(50)
     assert ledger.expected_output_tokens == pytest.approx(50, rel=0.1)
+
+
+def test_many_answers_are_foretold_as_one_is() -> None:
+    """Late binding asks for all that wait at once."""
+    ledger = Ledger(_PROFILE)
+    ledger.answered(50)
+    requests = [
+        InferenceRequest(kind, "m", "m", 1_000, max_tokens=most)
+        for kind in (Kind.CHAT, Kind.EMBEDDING)
+        for most in (None, 10, 5_000)
+    ]
+    assert ledger.answers_tokens(requests).tolist() == [[ledger.answer_tokens(one)] for one in requests]
 
 
 def test_an_endpoint_that_starts_anew_is_learned_anew() -> None:

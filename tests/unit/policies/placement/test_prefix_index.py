@@ -52,6 +52,17 @@ def test_touching_a_prompt_saves_it_from_eviction() -> None:
     assert index.match([2], [64], _slots(0)).tolist() == [0]
 
 
+def test_who_holds_a_block_changes_as_it_comes_and_goes() -> None:
+    """As bits by slot."""
+    index = PrefixIndex(2 * 64)
+    assert index.holders(1) == 0
+    index.insert(0, [1], [64], 0.0)
+    index.insert(5, [1, 2], [64] * 2, 0.0)
+    assert index.holders(1) == 0b100001
+    index.insert(0, [7, 8], [64] * 2, 1.0)
+    assert index.holders(1) == 0b100000
+
+
 def test_a_smaller_capacity_evicts_at_once() -> None:
     """The engine's own figure, once known, cuts what was believed before."""
     index = PrefixIndex(1_000)
