@@ -246,7 +246,8 @@ class Pipeline:
             apply_found(found, plan.request)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        asked = Asked(generation, flight, headers, _without_forged(generation, headers, plan), len(body))
+        plan, held_bytes = _without_forged(generation, headers, plan), _held_bytes(body, plain, plan)
+        asked = Asked(generation, flight, headers, plan, len(body), held_bytes)
         return self._place(asked, partial(self._reply, flight, headers, body, plain, found), parsed_at)
 
     def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
@@ -540,7 +541,7 @@ def _held(
         request.class_name or "",
         request.tenant or "",
         request.input_tokens + placement.ledger.answer_tokens(request),
-        held_bytes=asked.body_bytes,
+        held_bytes=asked.held_bytes,
         priority=request.priority,
         deadline_s=math.inf if request.slo_ttft_s is None else now_s + request.slo_ttft_s,
         most_wait_s=_USABLE_HOLD * asked.flight.hold_s,
@@ -569,6 +570,13 @@ def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Pl
         return plan
     forged = FORGED_HEADERS & headers.keys() - {generation.config.access.tenant_header}
     return replace(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
+
+
+def _held_bytes(body: bytes, plain: bytes | Refusal | None, plan: Plan) -> int:
+    """The body, and of a compressed one what was inflated from it: kilobytes may have become megabytes."""
+    inflated = len(plain) if isinstance(plain, bytes) and plain is not body else 0
+    prompt = len(plan.request.prompt)  # one that was not compressed is no longer than its body, and goes with it
+    return len(body) + inflated + (prompt if prompt > len(body) else 0) + sum(len(one.text) for one in plan.splices)
 
 
 def _both(allowed: tuple[str, ...] | None, wanted: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -44,13 +44,14 @@ _LONGEST_RETRY_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request that was read, and under which config."""
+    """A request that was read, and under which config. `held_bytes`: what it keeps in memory while it waits."""
 
     generation: Generation
     flight: Flight
     headers: Mapping[str, str]
     plan: Plan
     body_bytes: int
+    held_bytes: int
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -127,8 +128,12 @@ class WaitingRoom:
             return _refusal_of_full(self.pool, asked, queue.predicted_wait_s(asked, now_s))
         if held.class_name != asked:
             self._events.queue_left(self.pool, asked, "overflowed", 0.0)
-        self.binder.came(held, self._state, now_s, self._rng)
         held.asked.flight.wait, held.asked.flight.waits_since_s = held, held.since_s
+        try:
+            self.binder.came(held, self._state, now_s, self._rng)
+        except Exception:  # a policy's, perhaps; whoever is answered with an error must not wait on
+            self._leave(held, "failed")
+            raise
         self._changed(held.class_name)
         self.wake(at_once=len(queue) == 1)
         return held.ready.result() if held.ready.done() else Pending(held.ready)
@@ -153,19 +158,21 @@ class WaitingRoom:
 
     def _bind(self) -> None:
         self._wake = None
+        self._look_later()  # first: whatever fails here, nobody waits for longer than he may
         began = perf_counter()
         more = self._let_go(began)
         self._rests_until_s = self._clock() + _REST * (perf_counter() - began)
         if more:
             self.wake()
+
+    def _look_later(self) -> None:
         if len(self.binder.queue) and self._look is None:
             self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
 
     def _look_again(self) -> None:
         self._look = None
+        self._look_later()
         self._expire()
-        if len(self.binder.queue):
-            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
         self.wake()
 
     def _let_go(self, began: float) -> bool:

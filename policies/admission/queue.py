@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Literal, TypeVar
@@ -109,12 +109,12 @@ _T = TypeVar("_T", bound=Ticket)
 class _Clocks:
     """Virtual clocks of those who share something; see the module."""
 
-    __slots__ = ("_at", "_most_idle", "_now")
+    __slots__ = ("_at", "_now", "most_idle")
 
-    def __init__(self, most_idle: int) -> None:
+    def __init__(self, most_idle: float) -> None:
         self._at: dict[str, float] = {}
         self._now = 0.0
-        self._most_idle = most_idle
+        self.most_idle = most_idle
 
     def at(self, name: str) -> float:
         """Its clock, which is never in the past."""
@@ -130,13 +130,17 @@ class _Clocks:
         began = self.at(name)
         self._now = max(self._now, min((self.at(one) for one in waiting), default=began))
         self._at[name] = began + cost
-        if len(self._at) > self._most_idle:
+        if len(self._at) > self.most_idle:
             self._forget()
+
+    def keep(self, names: Iterable[str]) -> None:
+        """There are these and no others any more."""
+        self._at = {name: self._at[name] for name in names if name in self._at}
 
     def _forget(self) -> None:
         """Drop clocks that the present has passed, and the smallest debts if those are too many."""
         owing = sorted((at, name) for name, at in self._at.items() if at > self._now)
-        self._at = {name: at for at, name in owing[-self._most_idle // 2 :]}
+        self._at = {name: at for at, name in owing[int(-self.most_idle // 2) :]}
 
 
 class _Line(Generic[_T]):
@@ -177,8 +181,21 @@ class _Line(Generic[_T]):
 
     def add(self, ticket: _T) -> None:
         insort(self.tenants.setdefault(ticket.tenant, []), ticket, key=_rank)
+        self._came(ticket)
+
+    def _came(self, ticket: _T) -> None:
         self.arrivals[ticket] = None
         self.by_wait.setdefault(ticket.together, {})[ticket] = None
+
+    def take_over(self, tickets: Sequence[_T]) -> None:
+        """Add those of another class, which may have come before some of ours."""
+        for ticket in tickets:
+            ticket.class_name = self.spec.name
+            insort(self.tenants.setdefault(ticket.tenant, []), ticket, key=_rank)
+        everybody = sorted((*self.arrivals, *tickets), key=lambda one: one.since_s)
+        self.arrivals, self.by_wait = {}, {}
+        for ticket in everybody:
+            self._came(ticket)
 
     def remove(self, ticket: _T) -> None:
         del self.arrivals[ticket]
@@ -216,7 +233,7 @@ class Queue(Generic[_T]):
         self.held_bytes = 0
         self._count = 0
         self._lines: dict[str, _Line[_T]] = {}
-        self._clocks = _Clocks(len(spec.classes))
+        self._clocks = _Clocks(math.inf)  # as many as there are classes
         self._pace = _Pace()
         self.configure(spec)
 
@@ -227,13 +244,11 @@ class Queue(Generic[_T]):
         old, self._lines = self._lines, {}
         for one in spec.classes:
             line = old.pop(one.name) if one.name in old else _Line(one, spec.most_idle_tenants)
-            line.spec = one
+            line.spec, line.clocks.most_idle = one, spec.most_idle_tenants
             self._lines[one.name] = line
-        first = self._lines[spec.classes[0].name]
-        for line in old.values():
-            for ticket in line.arrivals:
-                ticket.class_name = first.spec.name
-                first.add(ticket)
+        self._clocks.keep(self._lines)
+        homeless = [ticket for line in old.values() for ticket in line.arrivals]
+        self._lines[spec.classes[0].name].take_over(homeless)
 
     def class_of(self, name: str | None) -> ClassSpec:
         """The class of that name; the first one for a name that there is no (more), and for none."""
@@ -256,9 +271,9 @@ class Queue(Generic[_T]):
     def offer(self, ticket: _T, now_s: float, since_s: float | None = None) -> bool:
         """Let a request wait, in its class or the first it overflows into that has a place; False if none has.
 
-        `since_s`: it came then, and waits again.
+        `since_s`: it came then, and waits again. It keeps a place, also where there are fewer by now.
         """
-        line = self._with_room(ticket)
+        line = self._with_room(ticket) if since_s is None else self._lines[ticket.class_name]
         if line is None:
             return False
         if not line.arrivals:

@@ -16,7 +16,7 @@ class QueueClass(Model):
     """Requests of one kind. A request says with a header which class it belongs to; else it is of the first."""
 
     name: Name
-    weight: float = Field(1.0, gt=0, le=1e6, description="of its turns, beside other classes that wait")
+    weight: float = Field(1.0, ge=1e-6, le=1e6, description="of its turns, beside other classes that wait")
     places: Positive = Field(200, description="requests that may wait")
     max_wait_s: float = Field(30, gt=0, le=LONGEST_WAIT_S, description="then it is answered 503, with a Retry-After")
     overflow: Name | None = Field(None, description="the class that takes what finds no place here; none: 429")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 from random import Random
@@ -225,6 +226,18 @@ async def test_a_full_queue_refuses() -> None:
     assert house.left("full", "only") == 1
 
 
+async def test_a_compressed_body_counts_with_what_it_inflates_to() -> None:
+    """Kilobytes that are megabytes in memory find no place where only kilobytes are left."""
+    house = House(classes=[{"name": "only"}], max_bytes=150_000)
+    house.fill()
+    content = [{"role": "user", "content": "x" * 100_000}]
+    body = gzip.compress(json.dumps({"model": "served", "max_tokens": 100, "messages": content}).encode())
+    assert len(body) < 1_000
+    house.wait(body=body, content_encoding="gzip")
+    _, reply = house.ask(body=body, content_encoding="gzip")
+    assert code_of(reply) == (429, "queue_full")
+
+
 async def test_a_request_without_a_prompt_never_waits() -> None:
     """It asks for no generation: to count tokens, say."""
     house = House()
@@ -322,6 +335,42 @@ async def test_a_policy_that_fails_in_a_wake_does_not_stop_the_queue(monkeypatch
     assert code_of(await soon(ready)) == (500, "internal_error")
     assert house.left("failed") == 1
     assert house.account()["running"] == 1
+
+
+async def test_a_policy_that_fails_when_one_comes_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is answered with an error, so it waits no more, and takes no place later."""
+    house = House()
+    house.fill()
+    room = house.pipeline.rooms.of("chat")
+    assert room is not None
+
+    def fails(*_given: Any, **_named: Any) -> Any:
+        raise RuntimeError("not mine")
+
+    monkeypatch.setattr(room.binder, "came", fails)
+    flight, reply = house.ask()
+    assert code_of(reply) == (500, "internal_error")
+    assert house.waiting() == {"real-time": 0, "batch": 0}
+    flight.close()
+    assert house.account()["running"] == 2
+
+
+async def test_who_waits_is_answered_in_time_though_nobody_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the queue can say whose turn it is: the limit on the wait holds all the same."""
+    house = House(classes=[{"name": "only", "max_wait_s": 5}])
+    house.fill()
+    room = house.pipeline.rooms.of("chat")
+    assert room is not None
+
+    def fails(*_given: Any, **_named: Any) -> Any:
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(room.binder.queue, "window", fails)
+    flight, reply = house.ask()
+    assert isinstance(reply, Pending)
+    house.now_s += 6
+    assert code_of(await soon(reply.ready)) == (503, "queue_timeout")
+    flight.close()
 
 
 async def test_wakes_are_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,34 @@ def test_new_limits_keep_those_that_wait() -> None:
     assert (len(queue), queue.held_bytes) == (0, 0)
 
 
+def test_who_waits_again_keeps_a_place() -> None:
+    """Also where there are fewer by now, or fewer bytes: it was let in, and its turn has come."""
+    queue = queue_of(ticket(), ticket())
+    queue.configure(QueueSpec((ClassSpec("real-time", places=1),), max_bytes=1))
+    assert not queue.offer(ticket(), 1.0)
+    assert queue.offer(ticket(held_bytes=50), 1.0, since_s=0.0)
+
+
+def test_those_of_a_class_that_is_gone_are_not_forgotten_behind_younger_ones() -> None:
+    """Each is returned when it has waited for as long as it may, whatever class it has come to."""
+    queue = queue_of(old := ticket("batch"), spec=QueueSpec((ClassSpec("real-time"), ClassSpec("batch"))))
+    assert queue.offer(young := ticket(), 20.0)
+    queue.configure(QueueSpec((ClassSpec("real-time"),)))
+    assert queue.expire(30.0) == [old]
+    assert queue.expire(50.0) == [young]
+
+
+def test_classes_that_are_new_share_the_turns_as_if_they_had_always_been_there() -> None:
+    """By weight, however many classes there were when the queue was made."""
+    queue = Queue(QueueSpec((ClassSpec("a"),)))
+    queue.configure(QueueSpec(tuple(ClassSpec(name, weight=weight) for name, weight in (("a", 4), ("b", 3), ("c", 3)))))
+    for name in ("a", "b", "c"):
+        for _ in range(100):
+            assert queue.offer(ticket(name), 0.0)
+    turns = Counter(one.class_name for one in served(queue, 100))
+    assert turns == {"a": 40, "b": 30, "c": 30}
+
+
 def test_the_wait_is_predicted_by_the_pace_of_departures() -> None:
     """Ten a second, of which the class gets its share while the other one waits too."""
     both = [ticket(name) for name in ("real-time", "batch") for _ in range(150)]
