@@ -6,7 +6,10 @@ generations.
 
 A model's breaker goes by how requests ended for their clients, a zone's by each try at one of its endpoints. A request
 that a second endpoint has answered 500 as well is to blame itself and counts for nobody, nor does one whose client
-left. Rejected: counting tries for models too. What another endpoint made good is no reason to refuse a model.
+left. Where no second one was asked nobody knows whose fault a 500 is, and it is nothing to the model: else a client
+whose requests break engines could have everybody's refused once the retry budget is used up.
+
+Rejected: counting tries for models too. What another endpoint made good is no reason to refuse a model.
 """
 
 from __future__ import annotations
@@ -105,8 +108,9 @@ class Breaking:
     def settled(self, flight: Flight, outcome: str, completion: Completion) -> None:
         """The request is over."""
         good = _VERDICTS.get(outcome)
-        broke_all = completion.failed == BROKE and completion.attempts > 1
-        if good is not None and not broke_all:
+        broke = completion.failed == BROKE
+        broke_all = broke and completion.attempts > 1
+        if good is not None and not broke:
             self._model_saw(flight, completion, good=good)
         if good and completion.address is not None:
             self._zone_saw(flight, completion.address, good=True)

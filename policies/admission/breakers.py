@@ -120,7 +120,7 @@ class Window:
 class Breaker:
     """One breaker. Every call takes the time in seconds of one clock; `trips` counts how often it opened."""
 
-    __slots__ = ("_open_until_s", "_passes", "_trial", "_trial_since_s", "_window", "spec", "trips")
+    __slots__ = ("_open_until_s", "_passes", "_passes_before", "_trial", "_trial_since_s", "_window", "spec", "trips")
 
     def __init__(self, spec: BreakerSpec) -> None:
         self.spec = spec
@@ -128,6 +128,7 @@ class Breaker:
         self._window = Window(spec.window_s)
         self._open_until_s = -math.inf
         self._passes = 0
+        self._passes_before = 0  # it opened
         self._trial: int | None = None
         self._trial_since_s = -math.inf
 
@@ -151,7 +152,8 @@ class Breaker:
     def is_shut(self, now_s: float) -> bool:
         """It lets nothing through now: it rests, or a request is on trial.
 
-        A trial that nothing is heard of for as long as the breaker rests is given up, and another let through.
+        When nothing is heard of a trial for as long as the breaker rests, another is let through. What becomes of the
+        first still counts: where answers take longer than a rest, no trial would ever come to anything otherwise.
         """
         position = self.position(now_s)
         on_trial = self._trial is not None and now_s - self._trial_since_s < self.spec.open_s
@@ -174,10 +176,9 @@ class Breaker:
         if self.is_closed:
             self._window.saw(now_s, good=good, by=by)
             opens = not good and self._is_exceeded(now_s)
-        elif number == self._trial:
-            self._trial = None
+        elif number > self._passes_before:
             opens = not good
-            self._open_until_s = -math.inf
+            self._open_until_s, self._trial = -math.inf, None
         else:  # it began before things went wrong, and says nothing of how they are now
             return False
         if opens:
@@ -208,5 +209,5 @@ class Breaker:
     def _open(self, now_s: float) -> None:
         self._open_until_s = now_s + self.spec.open_s
         self.trips += 1
-        self._trial = None
+        self._trial, self._passes_before = None, self._passes
         self._window.clear()

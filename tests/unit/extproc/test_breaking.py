@@ -248,6 +248,33 @@ def test_a_request_that_breaks_every_endpoint_trips_nothing() -> None:
     assert all(zone["failed_requests"] == 0 for zone in house.breaking.describe()["zones"].values())
 
 
+def test_a_500_that_no_second_endpoint_was_asked_about_is_nothing_to_the_model() -> None:
+    """One client's poison breaks every endpoint, and the retry budget is used up: nobody else is refused for it."""
+    house = House()
+    for number in range(300):
+        flight, reply = house.ask()
+        assert isinstance(reply, Route)
+        broken = {"status": 500, "failed": BROKE, "attempts": 2 if number % 10 == 1 else 1}
+        house.end(flight, **(broken if number % 2 else {}))
+        house.probe()
+    assert house.refused() is None
+    assert house.breaking.describe()["models"]["p"]["failed_requests"] == 0
+
+
+def test_a_model_whose_answers_take_longer_than_its_rest_closes_again() -> None:
+    """The trial is through after 45 s, and so may all others be."""
+    house = House()
+    house.run(99, **FAILED)
+    house.pass_time(30.0)
+    trial, _ = house.ask()
+    house.pass_time(30.0)
+    assert isinstance(house.ask()[1], Route)
+    house.pass_time(15.0)
+    house.end(trial, duration_s=45.0)
+    assert house.breaking.describe()["models"]["p"]["position"] == "closed"
+    assert house.refused() is None
+
+
 def test_one_dead_endpoint_does_not_speak_for_its_model() -> None:
     """Even if it cuts off most of what is under way: the others serve, so the model is not refused."""
     house = House()

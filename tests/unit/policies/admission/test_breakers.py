@@ -78,7 +78,7 @@ def test_what_began_before_it_opened_decides_nothing(*, good: bool) -> None:
 
 
 def test_a_trial_that_tells_nothing_leaves_room_for_another() -> None:
-    """Told so at once; one that nobody ever tells of is given up after a rest."""
+    """Told so at once; beside one that nobody ever tells of another goes after a rest."""
     breaker = fed(0, 20)
     trial = breaker.admit(190.0)
     assert trial is not None
@@ -87,8 +87,35 @@ def test_a_trial_that_tells_nothing_leaves_room_for_another() -> None:
     assert lost is not None
     assert breaker.admit(369.0) is None
     assert breaker.admit(370.0) is not None
-    assert not breaker.saw(lost, 371.0, good=True)
-    assert breaker.position(371.0) is Position.HALF_OPEN
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_trial_that_takes_longer_than_a_rest_decides(*, good: bool) -> None:
+    """Though others were let through meanwhile; what becomes of those then is nothing to a breaker that opened anew."""
+    breaker = fed(0, 20)
+    trials = [breaker.admit(at_s) for at_s in (180.0, 360.0, 540.0)]
+    first, *later = (trial for trial in trials if trial is not None)
+    assert breaker.saw(first, 600.0, good=good) is not good
+    assert breaker.position(600.0) is (Position.CLOSED if good else Position.OPEN)
+    for trial in later:
+        breaker.saw(trial, 601.0, good=True)
+    assert breaker.position(601.0) is (Position.CLOSED if good else Position.OPEN)
+
+
+@given(st.floats(0.1, 2_000.0), st.floats(0.1, 60.0))
+def test_once_all_goes_well_it_closes_however_long_answers_take(answer_s: float, pause_s: float) -> None:
+    """After its rest, as soon as the first request let through is answered: it never takes a second rest for that."""
+    breaker, now_s, under_way = fed(0, 20), 0.0, list[tuple[float, int]]()
+    while not breaker.is_closed:
+        now_s += pause_s
+        for end_s, trial in [one for one in under_way if one[0] <= now_s]:
+            under_way.remove((end_s, trial))
+            breaker.saw(trial, now_s, good=True)
+        trial = breaker.admit(now_s)
+        if trial is not None:
+            under_way.append((now_s + answer_s, trial))
+        assert now_s <= SPEC.open_s + answer_s + 2 * pause_s
+    assert breaker.trips == 1
 
 
 def test_after_a_good_trial_it_starts_afresh() -> None:
