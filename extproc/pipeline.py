@@ -346,11 +346,12 @@ class Pipeline:
         urgency = urgency or Urgency(pool.queue.classes[0].name)  # the class is gone while it waited
         request.class_name, request.priority = urgency.class_name, urgency.priority
         request.slo_ttft_s = slo_ttft_s(asked.headers)
-        if request.kind in _NEVER_WAIT or not request.input_tokens:  # nothing that an engine would have to compute
+        if not _has_work(request):
             return None
         if not flight.hold_s:
             request.without += (Fallback.CANNOT_WAIT,)
             return None
+        request.may_wait = True
         return room
 
     def _commit(self, asked: Asked, decision: Decision) -> Route:
@@ -485,6 +486,7 @@ class Pipeline:
         if found is not None:
             apply_found(found, request)
         placement: Placement = self._fleet.placements[target.pool.name]
+        request.may_wait = target.pool.queue is not None and _has_work(request)
         rng = Random(0)  # its own, so that asking does not change what live requests draw
         decision = placement.choose(request, self._fleet.state, self._clock(), rng, length=target.list_length)
         asked = {
@@ -550,6 +552,11 @@ def _held(
         again=again,
         room=room,
     )
+
+
+def _has_work(request: InferenceRequest) -> bool:
+    """An engine has to compute something for it, so it may have to wait."""
+    return request.kind not in _NEVER_WAIT and request.input_tokens > 0
 
 
 _NEVER_WAIT = frozenset({Kind.TOKENIZE, Kind.REALTIME, Kind.OTHER})

@@ -158,7 +158,8 @@ class InferenceRequest:
     `tenant`: who asks, from a source that the config trusts; None where it trusts none.
     `precise`: what the engines hold of it, where that was asked and is known; `without`: why not, where it is not.
     `class_name`: of the pool's queue, None where it has none; `priority`: within it, lower goes sooner. `slo_ttft_s`:
-    how soon the client wants its first token. `policy`: by which it is placed, of those that its pool has for some
+    how soon the client wants its first token. `may_wait`: it waits where there is no room for it, so nobody is too busy
+    for it. `policy`: by which it is placed, of those that its pool has for some
     tenants; None for the pool's own.
     """
 
@@ -183,6 +184,7 @@ class InferenceRequest:
     class_name: str | None = None
     priority: int = 0
     slo_ttft_s: float | None = None
+    may_wait: bool = False
 
 
 @dataclass(slots=True)

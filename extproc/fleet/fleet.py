@@ -229,7 +229,6 @@ class Fleet:
         placement.ledger.profile = profile_of(pool)
         if self._pools.get(pool.name) != pool:
             placement.use(policy, filters=spec.filters, index_tokens=spec.index_tokens)
-        placement.waits = pool.queue is not None
         placement.calibration.enabled = pool.calibrate_index
         self._pools[pool.name] = pool
 

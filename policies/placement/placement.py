@@ -45,10 +45,7 @@ class Unplaceable:
 
 
 class Placement:
-    """The endpoints of one pool and how to choose among them. It lives as long as the pool: a reload swaps parts.
-
-    `waits`: requests wait for room here, so nobody is passed over or refused for being busy.
-    """
+    """The endpoints of one pool and how to choose among them. It lives as long as the pool: a reload swaps parts."""
 
     def __init__(
         self,
@@ -67,7 +64,6 @@ class Placement:
         self.class_use = ClassUse()
         self.members = np.empty(0, np.intp)
         self.index_tokens: int | None = None
-        self.waits = False
         self._own_blocks = count(-1, -1)  # no hash is negative
         self._for_some: dict[str, tuple[Policy, _Filters]] = {}
         self.use(policy, filters=filters)
@@ -258,10 +254,11 @@ class Placement:
     def filter(self, view: View) -> tuple[View, Filtered]:
         """The view over those that may take its request at all, and who was left out by which filter."""
         filtered: Filtered = ()
+        may_wait = view.request.may_wait
         for name, keep in self._way(view.request)[1]:
             if not len(view.slots):
                 break
-            mask = None if self.waits and keep is busy else keep(view)
+            mask = None if may_wait and keep is busy else keep(view)
             if mask is None or mask.all():
                 continue
             filtered = (*filtered, *_named(name, view.take(~mask)))

@@ -329,6 +329,31 @@ def test_a_busy_pools_retry_after_is_when_a_place_should_be_free() -> None:
     assert house.refused() == ("all_busy", 20)
 
 
+@pytest.mark.parametrize(
+    ("path", "hold_s", "refused"),
+    [("/v1/chat/completions", 60.0, False), ("/v1/chat/completions", 0.0, True), ("/tokenize", 60.0, True)],
+    ids=["may wait", "its gateway does not wait", "never waits"],
+)
+async def test_beside_a_queue_who_may_not_wait_is_refused_while_all_are_busy(
+    path: str, hold_s: float, *, refused: bool
+) -> None:
+    """At once: full engines get no more from anybody. Whoever may wait does."""
+    queue = POOLS.replace("p.yaml}", "p.yaml}, queue: {endpoint_requests: 2}")
+    house = House("endpoint: {most_requests: 2, queue_share: 0.5}", queue)
+    for _ in range(6):
+        running = house.flights.open()
+        running.hold_s = 60.0
+        assert isinstance(house.pipeline.decide(running, POST, BODY), Route)
+    flight = house.flights.open()
+    flight.hold_s = hold_s
+    body = json.dumps({"model": "m", "prompt": "hello", "messages": MESSAGES}).encode()
+    reply = house.pipeline.decide(flight, POST | {":path": path}, body)
+    assert isinstance(reply, Answer if refused else Pending)
+    if isinstance(reply, Answer):
+        assert (reply.status, json.loads(reply.body)["error"]["code"]) == (503, "all_busy")
+    flight.close()
+
+
 async def test_who_waits_for_a_model_that_fails_is_refused_as_well() -> None:
     """As soon as his turn comes: he would only be failed by an engine."""
     house = House(pools=POOLS.replace("p.yaml}", "p.yaml}, queue: {endpoint_requests: 1}"))

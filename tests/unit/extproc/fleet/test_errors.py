@@ -76,9 +76,9 @@ class House:
         slots: Iterator[int | None] = map(self.state.slot_of, self.addresses)
         return [State(self.state.state[slot]) for slot in slots if slot is not None]
 
-    def pick(self) -> set[str]:
+    def pick(self, *, may_wait: bool = False) -> set[str]:
         """Every endpoint that may be picked."""
-        request = InferenceRequest(Kind.CHAT, "m", "m", 100)
+        request = InferenceRequest(Kind.CHAT, "m", "m", 100, may_wait=may_wait)
         decision = self.fleet.placements["p"].choose(request, self.state, self.now_s, Random(1), length=99)
         return set() if isinstance(decision, Unplaceable) else set(decision.addresses)
 
@@ -189,12 +189,13 @@ def test_busy_endpoints_are_left_alone_as_configured() -> None:
     assert house.pick() == set(house.addresses)
 
 
-def test_where_requests_wait_for_room_nobody_is_passed_over_for_being_busy() -> None:
-    """The queue's own bounds say who has room, and whoever finds none waits instead of being refused."""
+def test_nobody_is_too_busy_for_a_request_that_may_wait() -> None:
+    """The queue's own bounds say who has room. One that may not wait is refused as where there is no queue."""
     house = House(2)
     house.configure("breakers: {endpoint: {most_requests: 100}}", POOLS.replace("p.yaml}", "p.yaml}, queue: {}"))
     house.state.in_flight[:2] = 91
-    assert house.pick() == set(house.addresses)
+    assert house.pick(may_wait=True) == set(house.addresses)
+    assert house.pick() == set()
 
 
 def test_avoided_zones_are_passed_over_and_a_newcomer_in_them_too() -> None:
