@@ -440,11 +440,10 @@ class Fleet:
         self._observe(member, Evidence.SPARED if spared else Evidence.TRIPPED)
 
     def _can_spare(self, member: _Member, pool: str) -> bool:
-        """Somebody else takes traffic, and no more than a share of the pool is out for its errors."""
-        others = [one.lifecycle for one in self._members.values() if pool in one.pools and one is not member]
-        out = sum(one.tripped and one.state is State.UNHEALTHY for one in others)
-        allowed = max(1, int(self._most_out * (len(others) + 1)))
-        return out < allowed and any(one.state in TAKE_TRAFFIC for one in others)
+        """Enough others take traffic: no more than a share of the pool is out then, for whatever reason."""
+        states = [one.lifecycle.state for one in self._members.values() if pool in one.pools and one is not member]
+        may_be_out = max(1, int(self._most_out * (len(states) + 1)))
+        return sum(state in TAKE_TRAFFIC for state in states) >= max(1, len(states) + 1 - may_be_out)
 
     def _refused(self, member: _Member) -> Evidence:
         """What it means that nothing answers at its port: it has gone, unless it says that it is on its way."""

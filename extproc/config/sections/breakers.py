@@ -32,7 +32,7 @@ class EndpointBreaker(_Errors):
     """One endpoint: out after too many errors, given less after timeouts, passed over while it is busy."""
 
     error_ratio: _Ratio | None = 0.1
-    most_out: float = Field(0.5, gt=0, le=1, description="share of a pool's endpoints that errors may keep out at once")
+    most_out: float = Field(0.5, gt=0, le=1, description="of a pool's endpoints, for errors to take out another")
     timeouts: Positive | None = Field(3, description="in a row, degrade it; none: they count as failed requests")
     most_requests: Positive | None = Field(None, description="what an endpoint bears at once; none: not known")
     queue_share: float | None = Field(

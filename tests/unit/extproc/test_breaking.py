@@ -245,7 +245,8 @@ def test_a_request_that_breaks_every_endpoint_trips_nothing() -> None:
     assert house.refused() is None
     assert house.endpoints() == {A, A2, B}
     assert {one["failed_requests"] for one in house.fleet.describe()} == {0}
-    assert all(zone["failed_requests"] == 0 for zone in house.breaking.describe()["zones"].values())
+    told = house.breaking.describe()
+    assert {(one["failed_requests"], one["trips"]) for kind in told.values() for one in kind.values()} == {(0, 0)}
 
 
 def test_a_500_that_no_second_endpoint_was_asked_about_is_nothing_to_the_model() -> None:
@@ -498,6 +499,9 @@ def test_breakers_outlive_a_reload_and_go_with_their_pool() -> None:
     house.configure(f"{ALONE}, model: {{error_ratio: 0.5}}")
     assert house.refused() == ("model_breaker", 30)
     assert house.breaking.describe()["models"]["q"]["recent_requests"] == 9
+    house.run(9, "n")
+    house.run(16, "n", **FAILED)  # less than half
+    assert house.refused("n") is None
     house.configure(ALONE, POOLS.replace("name: p", "name: other"))
     assert set(house.breaking.describe()["models"]) == {"other", "q"}
     house.configure(ALONE)

@@ -446,6 +446,44 @@ def test_a_restart_ends_the_breakers_rest_and_forgets_its_errors(evidence: Evide
     assert not lifecycle.errs_too_much(112.0)
 
 
+@pytest.mark.parametrize("evidence", [Evidence.PROBE_REFUSED, Evidence.RESTARTED, Evidence.LOADING])
+def test_what_the_process_before_did_counts_for_nothing(evidence: Evidence) -> None:
+    """Neither its errors nor its timeouts."""
+    lifecycle = serving(Thresholds(failed_requests=99, timeouts=3, breaker=BREAKER))
+    for seen in (*[Evidence.FAILED] * 19, *[Evidence.TIMED_OUT] * 2, evidence, Evidence.PROBE_OK, Evidence.TIMED_OUT):
+        lifecycle.observe(seen, 1.0)
+    assert not lifecycle.errs_too_much(1.0)
+    assert lifecycle.state is READY
+
+
+def test_a_breakers_rest_cuts_no_longer_one_short() -> None:
+    """One that fails in a row, again and again, rests longer for that."""
+    lifecycle = serving(Thresholds(failed_requests=2, cooldown_s=60.0, breaker=BreakerSpec(0.1, open_s=1.0)))
+    for _ in range(20):
+        lifecycle.observe(Evidence.FAILED, 100.0)
+    lifecycle.observe(Evidence.TRIPPED, 100.0)
+    assert not lifecycle.wants_trial(159.9)
+
+
+def test_what_a_tripped_endpoint_served_while_it_was_out_does_not_count() -> None:
+    """It was begun before; the requests that show whether it is well come afterwards."""
+    lifecycle = tripped(100.0)
+    for _ in range(5):
+        lifecycle.observe(Evidence.SERVED, 101.0)
+    lifecycle.observe(Evidence.PROBE_OK, 280.0)
+    lifecycle.observe(Evidence.PROBE_OK, 281.0)
+    assert lifecycle.state is DEGRADED
+
+
+@pytest.mark.parametrize("pair", [(Evidence.DRAIN, Evidence.UNDRAIN), (Evidence.REMOVED, Evidence.LISTED)])
+def test_a_tripped_endpoint_taken_in_anew_is_as_good_as_any(pair: tuple[Evidence, Evidence]) -> None:
+    """The operator or the discovery source says so."""
+    lifecycle = tripped(100.0)
+    for evidence in (*pair, Evidence.PROBE_OK):
+        lifecycle.observe(evidence, 101.0)
+    assert lifecycle.state is READY
+
+
 def test_an_endpoint_out_for_failures_in_a_row_may_trip_as_well() -> None:
     """Then it rests for longer; but what fails during that rest was sent before and does not prolong it."""
     lifecycle = serving(BROKEN)

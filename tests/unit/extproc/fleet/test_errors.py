@@ -121,13 +121,16 @@ def test_errors_never_empty_a_pool(count: int, most_out: float, out: int) -> Non
         assert house.told(out)["state_reason"] == "failed 4 of 20 requests, but cannot be done without"
 
 
-def test_those_out_for_other_reasons_are_no_help() -> None:
-    """Whoever is the last that serves stays, whatever took the others out."""
-    house = House(3)
+@pytest.mark.parametrize(
+    ("count", "state"), [(3, State.DEGRADED), (4, State.DEGRADED), (5, State.DEGRADED), (6, State.UNHEALTHY)]
+)
+def test_those_out_for_other_reasons_are_no_help(count: int, state: State) -> None:
+    """Two are dead; a third goes out for its errors only if half of the pool is left then."""
+    house = House(count)
     for number in (1, 2):
         house.fleet.observe(house.addresses[number], Evidence.PROBE_REFUSED)
     house.fail(0)
-    assert house.states()[0] is State.DEGRADED
+    assert house.states()[0] is state
 
 
 def test_an_endpoint_of_two_pools_stays_if_either_needs_it() -> None:

@@ -157,6 +157,16 @@ def test_one_endpoint_alone_opens_nothing_for_others(
     assert breaker.position(0.0) is position
 
 
+def test_the_worst_endpoint_is_the_one_of_the_window() -> None:
+    """Who was the worst before may be well by now."""
+    breaker = Breaker(BreakerSpec(error_ratio=0.1))
+    outcomes(breaker, "a", good=300, bad=30)
+    for _ in range(25):
+        for endpoint in ("b", "c"):
+            breaker.saw(0, 200.0, good=False, by=endpoint)
+    assert breaker.position(200.0) is Position.OPEN
+
+
 def test_a_trial_tells_when_to_come_again() -> None:
     """While it rests, at its end; then when the trial is expected to be over."""
     breaker = fed(0, 20)
