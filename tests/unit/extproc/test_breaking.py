@@ -508,6 +508,15 @@ def test_breakers_outlive_a_reload_and_go_with_their_pool() -> None:
     assert house.breaking.describe()["models"]["p"]["trips"] == 0
 
 
+def test_a_pool_that_comes_back_is_not_judged_by_how_long_requests_took_before() -> None:
+    """It is another one."""
+    house = House()
+    house.run(9, duration_s=600.0)
+    house.configure(ALONE, POOLS.replace("name: p", "name: other"))
+    house.configure(ALONE)
+    assert house.breaking.all_busy("p").retry_after_s == 1
+
+
 def test_the_last_requests_of_a_removed_pool_bring_nothing_back() -> None:
     """They end, and are nobody's."""
     house = House()
