@@ -383,7 +383,7 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            (*terms, *asked.generation.engine_priority(target.pool, request)),
+            (*terms, *asked.generation.engine_priority(asked.headers, target.pool, request)),
             plan.splices,
             target.list_for_all,
             plan.remove_headers + asked.generation.hidden_headers,

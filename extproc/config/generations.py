@@ -21,7 +21,7 @@ from extproc.config.terms import Terms
 from extproc.names import CREDENTIAL_HEADERS
 from extproc.request.bounds import Bounds
 from extproc.request.tokens import TokenRates
-from extproc.request.urgency import ENGINE_PRIORITY_HEADER, Urgency, urgency_of
+from extproc.request.urgency import ENGINE_PRIORITY_HEADER, Urgency, engine_priority_of, urgency_of
 from policies.types import InferenceRequest
 from vllm_adapters.health import OURSELVES
 
@@ -154,19 +154,33 @@ class Generation:
 
     def urgency_of(self, headers: Mapping[str, str], pool: Pool, tenant: str | None) -> Urgency | None:
         """A request's class and priority in the pool's queue; None if it names a class that is none of it."""
+        return urgency_of(headers, self._classes[pool.name], *self._best(tenant))
+
+    def _best(self, tenant: str | None) -> tuple[str | None, int]:
+        """The best class and priority that a tenant's requests may have."""
         quota = None if tenant is None or self.config.tenants is None else self.config.tenants.of(tenant)
-        best_class, best_priority = (None, 0) if quota is None else (quota.best_class, quota.best_priority)
-        return urgency_of(headers, self._classes[pool.name], best_class, best_priority)
+        return (None, 0) if quota is None else (quota.best_class, quota.best_priority)
 
     @cached_property
     def _classes(self) -> dict[str, tuple[str, ...]]:
         queues = {pool.name: pool.queue for pool in self.config.pools}
         return {name: tuple(one.name for one in queue.classes) for name, queue in queues.items() if queue is not None}
 
-    def engine_priority(self, pool: Pool, request: InferenceRequest) -> tuple[tuple[str, str], ...]:
-        """What the engine is told of the request's class, as a header: lower is sooner, as in vLLM."""
+    def engine_priority(
+        self, headers: Mapping[str, str], pool: Pool, request: InferenceRequest
+    ) -> tuple[tuple[str, str], ...]:
+        """What the engine is told of the request's priority, as a header: lower is sooner, as in vLLM.
+
+        By its class; else what the client itself says, within its tenant's bounds, as soon as there is anybody here
+        whom it could pass by that.
+        """
         base = self._engine_priorities.get((pool.name, request.class_name))
-        return () if base is None else ((ENGINE_PRIORITY_HEADER, str(base + request.priority)),)
+        if base is not None:
+            return ((ENGINE_PRIORITY_HEADER, str(base + request.priority)),)
+        if pool.queue is None and request.tenant is None:
+            return ()
+        bounded = engine_priority_of(headers, self._best(request.tenant)[1])
+        return () if bounded is None else ((ENGINE_PRIORITY_HEADER, str(bounded)),)
 
     @cached_property
     def _engine_priorities(self) -> dict[tuple[str, str | None], int]:

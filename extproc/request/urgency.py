@@ -13,6 +13,7 @@ PRIORITY_HEADER = "x-pointsman-priority"
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 ENGINE_PRIORITY_HEADER = "x-vllm-priority"
 _SLO_HEADERS = ("x-pointsman-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+_LONGEST_NUMBER = 18
 _MOST = 100
 """Steps of priority either way; more would be the same as another class."""
 _LONGEST_SLO_MS = 3_600_000
@@ -45,6 +46,17 @@ def urgency_of(
     return Urgency(class_name, max(priority or 0, best_priority))
 
 
+def engine_priority_of(headers: Mapping[str, str], best_priority: int) -> int | None:
+    """What a client that asks the engine itself for a priority gets there: never less than `best_priority`.
+
+    None if nothing need be said: it does not ask, and what the engine then gives it is not better than it may have.
+    """
+    said = headers.get(ENGINE_PRIORITY_HEADER)
+    if said is None:
+        return best_priority if best_priority > 0 else None
+    return max(_integer(said) or 0, best_priority)
+
+
 def slo_ttft_s(headers: Mapping[str, str]) -> float | None:
     """How soon the client wants its first token, in seconds; None where it does not say, or nonsense."""
     for name in _SLO_HEADERS:
@@ -64,7 +76,10 @@ def _of_other_kinds(headers: Mapping[str, str]) -> tuple[str | None, int | None]
 
 
 def _number(text: str) -> int | None:
+    number = _integer(text, len(str(_MOST)) + 1)
+    return None if number is None else max(-_MOST, min(_MOST, number))
+
+
+def _integer(text: str, most_digits: int = _LONGEST_NUMBER) -> int | None:
     digits = text.removeprefix("-")
-    if not digits.isascii() or not digits.isdecimal() or len(digits) > len(str(_MOST)) + 1:
-        return None
-    return max(-_MOST, min(_MOST, int(text)))
+    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) <= most_digits else None

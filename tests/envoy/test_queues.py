@@ -242,16 +242,16 @@ async def test_who_waits_for_an_engine_that_dies_goes_to_another(
 async def test_an_engine_hears_how_urgent_a_request_is(
     engine: Engine, make_queue: Callable[..., System], client: httpx.AsyncClient
 ) -> None:
-    """X-Vllm-Priority by class, whatever the client says itself; a class without a figure leaves it alone."""
+    """X-Vllm-Priority by class, whatever the client says itself; without a figure what it says, if it is not sooner."""
     system = make_queue(
         [{"name": "urgent", "engine_priority": 0}, {"name": "late", "engine_priority": 10}, {"name": "own"}]
     )
-    for name in ("urgent", "late", "own"):
-        headers = {"x-pointsman-priority": name, "x-vllm-priority": "-5"}
+    for name, said in (("urgent", "-5"), ("late", "-5"), ("own", "-5"), ("own", "20000")):
+        headers = {"x-pointsman-priority": name, "x-vllm-priority": said}
         answer = await client.post(f"{system.url}{CHAT}", json=chat(), headers=headers)
         assert answer.status_code == 200
     heard = [request["headers"].get("x-vllm-priority") for request in engine.requests()]
-    assert heard == ["0", "10", "-5"]
+    assert heard == ["0", "10", "0", "20000"]
 
 
 async def test_a_class_has_no_more_of_an_engine_than_it_may(

@@ -25,7 +25,7 @@ class QueueClass(Model):
         1.0, description="of an endpoint's KV cache that its requests may take"
     )
     engine_priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
-        None, description="X-Vllm-Priority for the engine, lower is sooner; none: what the client sent"
+        None, description="X-Vllm-Priority for the engine, lower is sooner; none: what the client may have"
     )
 
 

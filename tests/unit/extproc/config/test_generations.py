@@ -11,6 +11,7 @@ from extproc.config.loading import parse
 from extproc.config.pool_policies import build_policy, policy_of, presets
 from extproc.request.tokens import TokenRates
 from policies.placement.policy import Formula
+from policies.types import InferenceRequest, Kind
 
 CONFIG = """
 pools:
@@ -85,3 +86,31 @@ def test_a_policy_spelled_out_is_called_inline() -> None:
     """It has no other name."""
     text = "pools: [{name: p, models: [m], endpoints: {static: []}, policy: {kind: round_robin}}]"
     assert build_policy(parse(text).pools[0]).name == "inline"
+
+
+@pytest.mark.parametrize(
+    ("config", "tenant", "said", "sent"),
+    [
+        ("", None, "-5", None),
+        ("queue: {}", None, "-5", "0"),
+        ("queue: {}", None, "7", "7"),
+        ("queue: {}", None, None, None),
+        ("", "acme", "-5", "-3"),
+        ("", "acme", "-2", "-2"),
+        ("", "late", None, "4"),
+        ("", "late", "9", "9"),
+        ("", "somebody", "-5", "0"),
+        ("queue: {classes: [{name: only, engine_priority: 20}]}", "acme", "-5", "20"),
+    ],
+)
+def test_no_client_passes_others_inside_an_engine_by_its_own_word(
+    config: str, tenant: str | None, said: str | None, sent: str | None
+) -> None:
+    """Where there are others whom a queue or tenants tell apart. Without either its header is its own affair."""
+    pool = f"{{name: p, models: [m], endpoints: {{static: ['10.0.0.1:80']}}, {config}}}"
+    tenants = "{named: {acme: {best_priority: -3}, late: {best_priority: 4}}}"
+    generation = Generation(1, parse(f"access: {{tenant_header: x-tenant}}\ntenants: {tenants}\npools: [{pool}]"))
+    request = InferenceRequest(Kind.CHAT, "m", "m", 10, tenant=tenant, class_name="only")
+    headers = {} if said is None else {"x-vllm-priority": said}
+    told = generation.engine_priority(headers, generation.config.pools[0], request)
+    assert told == (() if sent is None else (("x-vllm-priority", sent),))

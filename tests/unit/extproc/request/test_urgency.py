@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.request.urgency import Urgency, slo_ttft_s, urgency_of
+from extproc.request.urgency import Urgency, engine_priority_of, slo_ttft_s, urgency_of
 
 CLASSES = ("real-time", "standard", "batch")
 
@@ -75,6 +75,27 @@ def test_a_tenants_best_priority_bounds_what_it_asks_for() -> None:
 def test_when_a_first_token_is_due(headers: dict[str, str], expected: float | None) -> None:
     """In milliseconds, or not at all."""
     assert slo_ttft_s(headers) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "best", "expected"),
+    [
+        (None, 0, None),
+        (None, -10, None),
+        (None, 10, 10),
+        ("-5", 0, 0),
+        ("-5", -10, -5),
+        ("-50", -10, -10),
+        ("1700000000", 0, 1_700_000_000),
+        ("urgent", 0, 0),
+        ("-1,-1", 0, 0),
+        ("9" * 400, 5, 5),
+    ],
+)
+def test_nobody_asks_an_engine_for_more_than_he_may_have(said: str | None, best: int, expected: int | None) -> None:
+    """Later is free, sooner is bounded, nonsense is nothing; who says nothing needs no word unless he must be later."""
+    headers = {} if said is None else {"x-vllm-priority": said}
+    assert engine_priority_of(headers, best) == expected
 
 
 HEADER = st.sampled_from(["x-pointsman-priority", "x-gateway-inference-objective", "x-vllm-priority"])
