@@ -11,8 +11,9 @@ its holder.
 The window is priced requests by endpoints, some at once and until somebody can go. A pass must cost no more than a
 millisecond: so nothing is done where no endpoint has room; what prompts find in the caches is looked up once and then
 every `_LOOKED_AGAIN_S`, or when others come to hold the half of it; and in a large fleet one pass sees only a slice of
-the window, the next pass the next one. The choice itself is `Placement.choose`'s as always, restricted to endpoints
-with room, so it is exact and explains itself.
+the window, the next pass the next one. Where all of the window would rather wait, or may go nowhere else, those behind
+it are asked too, for the places that the window has left: no flood for one endpoint keeps anybody from another. The
+choice itself is `Placement.choose`'s as always, restricted to endpoints with room, so it is exact and explains itself.
 
 Where a policy names no prices (Pricing), or late binding is off, requests go in the queue's order to the best endpoint
 with room. Formula and constants were found by simulation: docs/benchmarks.md.
@@ -41,6 +42,8 @@ _FEWEST_LOOKED_AT, _MOST_LOOKED_AT = 16, 512
 _FEWEST_AT_ONCE = 8
 _MOST_PRICED, _MOST_AT_ONCE = 8_192, 64
 """Requests times endpoints, and requests, in one pass: about a millisecond."""
+_FARTHEST = 2_048
+"""Requests looked at where nobody in the window wants what there is."""
 _FIRST_PRICED, _TIMES_MORE = 4_096, 5
 """Of these the first, and how many more each time: who goes, if anybody does, is mostly among the first."""
 _LOOKED_AGAIN_S = 1.0
@@ -102,6 +105,7 @@ class Binder(Generic[_W]):
         self.spec = spec
         self.unfinished = False
         self._begin = 0
+        self._left_over: frozenset[int] = frozenset()  # who had room when those before `_begin` were asked
         self._lookups_left = 0
 
     def at_once(
@@ -131,20 +135,33 @@ class Binder(Generic[_W]):
         general = with_room(view, self.spec.room)
         if not general.any():
             return None
+        begin = self._begin_at(begin, frozenset(view.slots[general].tolist()))
+        far = begin >= self._window()
         self._lookups_left = _MOST_LOOKED_UP
         for tickets in self._slices(begin):
-            known = self._look_up(tickets, state, now_s, rng)
+            known = self._look_up(tickets, state, now_s, rng, far=far)
             bound = self._first_that_goes(known, view, general, rng, length)
             if bound is not None:
+                self._begin = begin if far else 0
                 return bound
         return None
 
+    def _begin_at(self, begin: int, room: frozenset[int]) -> int:
+        """Go on where the last pass has stopped, unless there is room now that those before it were not asked for."""
+        if not begin or begin >= len(self.queue) or not room <= self._left_over:
+            begin, self._left_over = 0, room
+        return begin
+
+    def _window(self) -> int:
+        """So many are looked at, and looked up, before all others."""
+        members = len(self.placement.members)
+        return min(max(_WINDOW_PER_ENDPOINT * members, _FEWEST_LOOKED_AT), _MOST_LOOKED_AT)
+
     def _slices(self, begin: int) -> Iterator[list[_W]]:
-        """This pass's part of the window, in parts that are priced at once. The next pass goes on behind it."""
-        members, waiting = len(self.placement.members), len(self.queue)
-        size = min(max(_WINDOW_PER_ENDPOINT * members, _FEWEST_LOOKED_AT), _MOST_LOOKED_AT, waiting)
-        begin = begin if begin < size else 0
-        end = min(begin + min(max(_MOST_PRICED // members, _FEWEST_AT_ONCE), _MOST_AT_ONCE), size)
+        """This pass's part of the queue, in parts that are priced at once. The next pass goes on behind it."""
+        members, window, size = len(self.placement.members), self._window(), min(len(self.queue), _FARTHEST)
+        most = min(max(_MOST_PRICED // members, _FEWEST_AT_ONCE), _MOST_AT_ONCE)
+        end = min(begin + most, min(window, size) if begin < window else size)
         order = islice(self.queue.in_order(), begin, end)
         rows = min(max(_FIRST_PRICED // members, _FEWEST_AT_ONCE), _FEWEST_LOOKED_AT)
         while tickets := list(islice(order, rows)):
@@ -164,6 +181,9 @@ class Binder(Generic[_W]):
             if first is None:
                 return None
             ticket = tickets[first]
+            if self._lookups_left and not self._is_fresh(ticket, now_s):
+                self._look_up_one(ticket, state, now_s, rng)
+                continue
             room = np.zeros(len(state.generation), np.bool_)
             room[view.slots[fits[first]]] = True
             decision = self.placement.choose(ticket.request, state, now_s, rng, length=length, room=room)
@@ -176,19 +196,28 @@ class Binder(Generic[_W]):
 
     # -- what they find
 
-    def _look_up(self, tickets: list[_W], state: FleetState, now_s: float, rng: Random) -> list[_W]:
-        """Those of which is known what they find. The first few of whom it is not, or no longer, are looked up now."""
+    def _look_up(self, tickets: list[_W], state: FleetState, now_s: float, rng: Random, *, far: bool) -> list[_W]:
+        """Those of which is known what they find. The first few of whom it is not, or no longer, are looked up now.
+
+        `far`: they are behind the window, and what was known of them once will do until one of them could go.
+        """
         known = []
         for ticket in tickets:
-            if not self._is_fresh(ticket, now_s):
+            if not (self._is_known(ticket) if far else self._is_fresh(ticket, now_s)):
                 if self._lookups_left:
-                    self._lookups_left -= 1
-                    ticket.prospects = self._prospects(ticket.request, state, now_s, rng)
+                    self._look_up_one(ticket, state, now_s, rng)
                 else:
                     self.unfinished = True
-            if ticket.prospects is not None and ticket.prospects.members is self.placement.members:
+            if self._is_known(ticket):
                 known.append(ticket)
         return known
+
+    def _look_up_one(self, ticket: _W, state: FleetState, now_s: float, rng: Random) -> None:
+        self._lookups_left -= 1
+        ticket.prospects = self._prospects(ticket.request, state, now_s, rng)
+
+    def _is_known(self, ticket: _W) -> bool:
+        return ticket.prospects is not None and ticket.prospects.members is self.placement.members
 
     def _is_fresh(self, ticket: _W, now_s: float) -> bool:
         found = ticket.prospects

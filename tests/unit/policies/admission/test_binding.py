@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.admission import binding
 from policies.admission.binding import Binder, BindingSpec, Bound, WaitingRequest
 from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.admission.room import RoomSpec
@@ -324,9 +325,25 @@ def test_many_are_looked_up_in_several_passes() -> None:
 
 
 @pytest.mark.parametrize(("endpoints", "window"), [(2, 16), (7, 42), (300, 512)])
-def test_a_window_is_bounded_whatever_the_fleet(endpoints: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six requests per endpoint, but no more than can be put in order in a moment; nobody is looked at twice for it."""
+def test_no_more_than_a_window_is_looked_up_again(endpoints: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests per endpoint, but no more than 512; those behind go by what was known."""
     pool = Pool(endpoints=endpoints)
+    only = ("10.0.0.0:80",)
+    assert isinstance(pool.arrive(pool.request(subset=only)), Decision)
+    waiting = [pool.arrive(pool.request(subset=only)) for _ in range(600)]
+    pool.now_s = 10.0
+    looked_up: set[int] = set()
+    view = pool.placement.view
+    monkeypatch.setattr(pool.placement, "view", lambda *args: looked_up.add(id(args[0])) or view(*args))
+    for _ in range(1_000):
+        assert pool.bind() is None
+    assert looked_up == {id(one.request) for one in waiting[:window]}  # type: ignore[union-attr]
+
+
+def test_everybody_is_asked_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a bound, pass by pass, as long as there is a place that nobody wants."""
+    monkeypatch.setattr(binding, "_FARTHEST", 500)
+    pool = Pool()
     priced: list[InferenceRequest] = []
     price = MarginalCost.price
     monkeypatch.setattr(MarginalCost, "price", lambda *args: priced.extend(args[2]) or price(*args))
@@ -335,7 +352,42 @@ def test_a_window_is_bounded_whatever_the_fleet(endpoints: int, window: int, mon
     assert pool.bind() is None
     while pool.binder.unfinished:
         assert pool.bind() is None
-    assert [id(one) for one in priced] == [id(one.request) for one in waiting[:window]]  # type: ignore[union-attr]
+    assert [id(one) for one in priced] == [id(one.request) for one in waiting[:500]]  # type: ignore[union-attr]
+
+
+def passes_until_bound(pool: Pool) -> Bound[WaitingRequest]:
+    """Who goes, in as many passes as that takes."""
+    while (found := pool.bind()) is None:
+        assert pool.binder.unfinished
+    return found
+
+
+@pytest.mark.parametrize(("flood", "tokens"), [({"subset": ("10.0.0.0:80",)}, 1_000), ({"prefix": 7}, 50_000)], ids=str)
+@pytest.mark.parametrize("waiting", [10, 100, 900])
+def test_a_flood_for_one_endpoint_keeps_nobody_from_another(flood: Any, tokens: int, waiting: int) -> None:
+    """However many come first that may go nowhere else, or whose prompts are too long to be prefilled anywhere else."""
+    pool = Pool()
+    assert pool.arrive(pool.request(tokens=tokens, **flood)).order[0] == 0  # type: ignore[union-attr]
+    pool.now_s = 200.0
+    first = [pool.arrive(pool.request(tokens=tokens, **flood)) for _ in range(waiting)]
+    others = [pool.arrive(pool.request(100)) for _ in range(2)]
+    gone = passes_until_bound(pool)
+    assert (gone.ticket, gone.decision.order[0]) == (others[0], 1)
+    pool.end(pool.running[0])
+    assert passes_until_bound(pool).ticket is first[0]
+
+
+def test_a_place_that_comes_free_meanwhile_is_the_fronts() -> None:
+    """Those far behind are offered only what the ones before them have left."""
+    pool = Pool(endpoints=3)
+    for endpoint in range(2):
+        assert isinstance(pool.arrive(pool.request(subset=(f"10.0.0.{endpoint}:80",))), Decision)
+    front = [pool.arrive(pool.request(subset=("10.0.0.0:80",))) for _ in range(100)]
+    pool.arrive(pool.request(subset=("10.0.0.0:80", "10.0.0.1:80")))
+    assert pool.bind() is None
+    assert pool.binder.unfinished  # the third endpoint is free; those behind the window are still to be asked
+    pool.end(pool.running[0])
+    assert bound(pool.bind()).ticket is front[0]
 
 
 def test_a_window_too_large_for_one_pass_is_looked_at_in_several() -> None:
