@@ -14,7 +14,6 @@ Rejected: counting tries for models too. What another endpoint made good is no r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from extproc.config.schema import Config
 from extproc.fleet.fleet import Fleet
 from extproc.flight import BROKE, Completion, Flight
 from policies.admission.breakers import Breaker, BreakerSpec, Position
-from policies.types import Reason, Refusal
+from policies.types import Reason, Refusal, retry_after_s
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +33,6 @@ _NO_TRIAL = 0
 """The number of requests that are not on trial."""
 _DURATION_WEIGHT = 0.1
 """Of the newest request in a pool's mean: the last ten or so count."""
-_LONGEST_RETRY_S = 86_400.0
 
 
 class BreakerFigures(NamedTuple):
@@ -209,8 +207,8 @@ def _kept(breakers: dict[str, Breaker], names: Iterable[str], spec: BreakerSpec 
 
 
 def _refusal(what: str, reason: Reason, wait_s: float) -> Refusal:
-    retry_after_s = math.ceil(min(max(wait_s, 1.0), _LONGEST_RETRY_S))
-    return Refusal(503, "server_error", f"{what}; try again in {retry_after_s} s", reason, retry_after_s=retry_after_s)
+    again_s = retry_after_s(wait_s)
+    return Refusal(503, "server_error", f"{what}; try again in {again_s} s", reason, retry_after_s=again_s)
 
 
 def _describe(breaker: Breaker, now_s: float) -> dict[str, Any]:

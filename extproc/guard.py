@@ -9,7 +9,6 @@ What was found in a prompt is told by the pattern's name. The prompt itself reac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -21,13 +20,12 @@ from extproc.request.tokens import image_spans, without
 from policies.admission.buckets import Rate
 from policies.admission.clients import Allowance, Clients, Limit, OverLimit, Visit, client_address
 from policies.admission.patterns import Patterns, PatternSpec, Searched
-from policies.types import InferenceRequest, Reason, Refusal
+from policies.types import InferenceRequest, Reason, Refusal, retry_after_s
 
 _REASONS = {
     Limit.REQUESTS: (Reason.CLIENT_REQUESTS, "too many requests from this client"),
     Limit.CONCURRENCY: (Reason.CLIENT_CONCURRENCY, "this client has as many requests at once as it may"),
 }
-_LONGEST_RETRY_S = 86_400.0
 
 
 class GuardEvents(Protocol):
@@ -150,10 +148,8 @@ def _patterns(section: guard.Guard) -> Patterns | None:
 
 def _refusal(over: OverLimit) -> Refusal:
     reason, what = _REASONS[over.limit]
-    retry_after_s = math.ceil(min(max(over.retry_after_s, 1.0), _LONGEST_RETRY_S))
-    return Refusal(
-        429, "rate_limit_error", f"{what}; try again in {retry_after_s} s", reason, retry_after_s=retry_after_s
-    )
+    wait_s = retry_after_s(over.retry_after_s)
+    return Refusal(429, "rate_limit_error", f"{what}; try again in {wait_s} s", reason, retry_after_s=wait_s)
 
 
 def _forbidden(searched: Searched) -> Refusal | None:

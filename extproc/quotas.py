@@ -6,7 +6,6 @@ so that a budget's period begins at midnight and not when we were started.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from extproc.flight import Completion, Flight
 from extproc.usage_reports import UsageReports
 from policies.admission.buckets import Rate
 from policies.admission.tenants import Charge, OverQuota, Quota, QuotaSpec, Tenants
-from policies.types import Reason, Refusal
+from policies.types import Reason, Refusal, retry_after_s
 
 _REASONS = {
     Quota.REQUESTS: (Reason.QUOTA_REQUESTS, "rate_limit_error", "sent more requests than its rate allows"),
@@ -27,7 +26,6 @@ _REASONS = {
     Quota.CONCURRENCY: (Reason.QUOTA_CONCURRENCY, "rate_limit_error", "as many requests at once as it may have"),
     Quota.BUDGET: (Reason.QUOTA_BUDGET, "insufficient_quota", "used up its budget of tokens"),
 }
-_LONGEST_RETRY_S = 86_400.0
 _UNDONE = frozenset({"endpoint_failed", "no_known_address", "no_answer"})
 """Outcomes that are not the client's making; if he had nothing of an answer either, they cost nothing."""
 _SERVER_ERROR = 500
@@ -147,9 +145,9 @@ def _answered(completion: Completion) -> bool:
 
 def _refusal(tenant: str, over: OverQuota) -> Refusal:
     reason, kind, what = _REASONS[over.quota]
-    retry_after_s = math.ceil(min(max(over.retry_after_s, 1.0), _LONGEST_RETRY_S))
-    message = f"tenant {tenant} has {what}; try again in {retry_after_s} s"
-    return Refusal(429, kind, message, reason, retry_after_s=retry_after_s)
+    wait_s = retry_after_s(over.retry_after_s)
+    message = f"tenant {tenant} has {what}; try again in {wait_s} s"
+    return Refusal(429, kind, message, reason, retry_after_s=wait_s)
 
 
 def _spec(quota: callers.Quota) -> QuotaSpec:

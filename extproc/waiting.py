@@ -31,7 +31,7 @@ from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.admission.room import RoomSpec
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement, Unplaceable
-from policies.types import Decision, InferenceRequest, Reason, Refusal
+from policies.types import Decision, InferenceRequest, Reason, Refusal, retry_after_s
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +39,6 @@ _LOOK_S = 0.05
 _LONGEST_WAKE_S = 0.001
 _REST = 4.0
 """Times what a wake took, before the next: it has a fifth of the loop at most."""
-_LONGEST_RETRY_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,13 +397,9 @@ INTERNAL_ERROR = Refusal(500, "server_error", "internal error while routing", Re
 
 def _refusal_of_full(pool: str, class_name: str, wait_s: float) -> Refusal:
     message = f"the queue of pool {pool} is full for class {class_name}"
-    return Refusal(429, "rate_limit_error", message, Reason.QUEUE_FULL, retry_after_s=_whole(wait_s))
+    return Refusal(429, "rate_limit_error", message, Reason.QUEUE_FULL, retry_after_s=retry_after_s(wait_s))
 
 
 def _refusal_of_timeout(pool: str, held: Held, wait_s: float) -> Refusal:
     message = f"no endpoint of pool {pool} had room within {held.wait_s:g} s"
-    return Refusal(503, "server_error", message, Reason.QUEUE_TIMEOUT, retry_after_s=_whole(wait_s))
-
-
-def _whole(wait_s: float) -> int:
-    return math.ceil(min(max(wait_s, 1.0), _LONGEST_RETRY_S))
+    return Refusal(503, "server_error", message, Reason.QUEUE_TIMEOUT, retry_after_s=retry_after_s(wait_s))

@@ -5,6 +5,7 @@ Plain data only. Nothing here reads a clock, draws a number or knows a protocol.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,6 +113,14 @@ class Reason(StrEnum):
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     SHUTTING_DOWN = "shutting_down"
     INTERNAL_ERROR = "internal_error"
+
+
+_LONGEST_RETRY_S = 86_400.0
+
+
+def retry_after_s(wait_s: float) -> int:
+    """Whole seconds for a Retry-After, of a wait that is at least that long: from one to a day."""
+    return math.ceil(min(max(wait_s, 1.0), _LONGEST_RETRY_S))
 
 
 @dataclass(frozen=True, slots=True)

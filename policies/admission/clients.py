@@ -114,15 +114,19 @@ class Clients:
             self._remember(name, client, now_s)
 
     def _over(self, client: _Client, now_s: float) -> OverLimit | None:
+        """The limit that is met for longest: told of another, it would come again for nothing."""
         most, rate = self._allowance.concurrency, self._allowance.requests
+        over = None
         if most is not None and client.running >= most:
-            return OverLimit(Limit.CONCURRENCY, client.duration_s.value / most)
+            over = OverLimit(Limit.CONCURRENCY, client.duration_s.value / most)
         if rate is None:
-            return None
+            return over
         if client.bucket is None:
             client.bucket = Bucket(rate, now_s)
         wait_s = client.bucket.wait_s(1.0, now_s)
-        return OverLimit(Limit.REQUESTS, wait_s) if wait_s else None
+        if wait_s and (over is None or wait_s > over.retry_after_s):
+            return OverLimit(Limit.REQUESTS, wait_s)
+        return over
 
     def _remember(self, name: str, client: _Client, now_s: float) -> None:
         self._idle[name] = client

@@ -19,7 +19,7 @@ config and those with requests running are not forgotten at all.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -179,27 +179,31 @@ class Tenants:
     # -- inside
 
     def _verdict(self, account: _Account, tokens: float, now_s: float) -> tuple[OverQuota | None, bool]:
-        """The limit that is met, if one is; and whether the request's tokens are borrowed."""
-        over = self._over(account, tokens, now_s)
-        if over is not None and over.quota is Quota.TOKENS and self._may_borrow(account, tokens, now_s):
-            return None, True
-        return over, False
+        """The limit that is met for longest, if one is; and whether the request's tokens are borrowed."""
+        met = list(self._met(account, tokens, now_s))
+        if not met:
+            return None, False
+        borrows = any(over.quota is Quota.TOKENS for over in met) and self._may_borrow(account, tokens, now_s)
+        if borrows:
+            met = [over for over in met if over.quota is not Quota.TOKENS]
+        over = max(met, key=_retry_after_s, default=None)
+        return over, borrows and over is None
 
-    def _over(self, account: _Account, tokens: float, now_s: float) -> OverQuota | None:
+    def _met(self, account: _Account, tokens: float, now_s: float) -> Iterator[OverQuota]:
+        """Every limit: told of one alone, he would come again for nothing."""
         spec = account.spec
         if spec.concurrency is not None and account.running >= spec.concurrency:
-            return OverQuota(Quota.CONCURRENCY, account.duration_s.value / max(spec.concurrency, 1))
+            yield OverQuota(Quota.CONCURRENCY, account.duration_s.value / max(spec.concurrency, 1))
         # one that wants more than a whole budget may have it, or it would be told for ever to come again
         if spec.budget_tokens is not None and account.spent + min(tokens, spec.budget_tokens) > spec.budget_tokens:
-            return OverQuota(Quota.BUDGET, (account.period + 1) * spec.budget_period_s - now_s)
+            yield OverQuota(Quota.BUDGET, (account.period + 1) * spec.budget_period_s - now_s)
         for quota, bucket, amount in (
             (Quota.REQUESTS, account.requests, 1.0),
             (Quota.TOKENS, account.tokens, tokens),
         ):
             wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
             if wait_s:
-                return OverQuota(quota, wait_s)
-        return None
+                yield OverQuota(quota, wait_s)
 
     def _may_borrow(self, account: _Account, tokens: float, now_s: float) -> bool:
         if not account.spec.may_borrow or self._spare_rate is None:
@@ -238,17 +242,24 @@ class Tenants:
         return account
 
     def _make_room(self, now_s: float) -> None:
-        """Forget one of those longest unseen, if there are as many as may be: one who owes nothing rather than another.
+        """Forget of those longest unseen, if there are as many as may be: who owes nothing rather than another.
 
-        Never one with requests running, nor one that is named: there are as many of these as the config has.
+        Never one with requests running, nor one that is named: there are as many of these as the config has. They go
+        to the end of the line, or as many as are looked at would hide all others; what is one too many for that is
+        made up for by the next newcomers.
         """
-        if len(self._accounts) < self._most_tenants:
+        excess = len(self._accounts) - self._most_tenants + 1
+        if excess <= 0:
             return
-        unseen = islice(self._accounts.items(), _LOOKED_AT)
+        unseen = list(islice(self._accounts.items(), _LOOKED_AT))
         idle = [(name, one) for name, one in unseen if not one.running and name not in self._specs]
-        if idle:
-            even = (name for name, account in idle if account.owes_nothing(now_s))
-            del self._accounts[next(even, idle[0][0])]
+        if len(idle) > 1:
+            idle.sort(key=lambda item: not item[1].owes_nothing(now_s))
+        for name, _ in idle[:excess]:
+            del self._accounts[name]
+        for name, account in unseen:
+            if account.running or name in self._specs:
+                self._accounts.move_to_end(name)
 
     def _spec(self, tenant: str) -> QuotaSpec:
         return self._specs.get(tenant, self._default)
@@ -260,6 +271,10 @@ class Tenants:
         if account.spec.tokens != spec.tokens:
             account.tokens = None
         account.spec = spec
+
+
+def _retry_after_s(over: OverQuota) -> float:
+    return over.retry_after_s
 
 
 def _left(bucket: Bucket | None, now_s: float) -> float | None:

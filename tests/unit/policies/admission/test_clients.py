@@ -54,6 +54,16 @@ def test_a_place_is_given_back_once() -> None:
     refused(clients, "a")
 
 
+def test_where_both_limits_are_met_the_longer_wait_is_told() -> None:
+    """Whichever that is."""
+    slow_rate = Clients(Allowance(requests=Rate(0.01, 1), concurrency=1), 10)
+    entered(slow_rate, "a")
+    assert refused(slow_rate, "a") == OverLimit(Limit.REQUESTS, pytest.approx(100.0))
+    slow_answers = Clients(Allowance(requests=Rate(5.0, 1), concurrency=1), 10)
+    entered(slow_answers, "a")
+    assert refused(slow_answers, "a") == OverLimit(Limit.CONCURRENCY, pytest.approx(1.0))
+
+
 def test_a_flood_of_others_gives_nobody_more_places() -> None:
     """Clients with requests running are not forgotten; of the others the longest unseen are."""
     clients = Clients(TWO_AT_ONCE, 3)
@@ -91,7 +101,7 @@ def test_a_reload_keeps_what_runs_and_begins_a_changed_rate_anew() -> None:
     for _ in range(2):
         entered(clients, "a")
     clients.configure(Allowance(ONE_IN_TEN_S.requests, concurrency=2), 10)
-    assert refused(clients, "a").limit is Limit.CONCURRENCY
+    assert refused(clients, "a", 20.0).limit is Limit.CONCURRENCY
     clients.configure(ONE_IN_TEN_S, 10)
     assert refused(clients, "a").limit is Limit.REQUESTS
     clients.configure(Allowance(Rate(0.1, 3)), 10)

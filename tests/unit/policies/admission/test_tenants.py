@@ -74,7 +74,7 @@ def test_a_failed_request_has_cost_nothing() -> None:
     """Neither tokens, nor its place, nor its turn."""
     accounts = tenants(QuotaSpec(requests=Rate(0.1, 1.0), tokens=Rate(1.0, 100.0), concurrency=1))
     charge = admitted(accounts, 100.0, 0.0)
-    assert refused(accounts, 1.0, 0.0).quota is Quota.CONCURRENCY
+    refused(accounts, 1.0, 0.0)
     accounts.refund(charge, 0.0)
     admitted(accounts, 100.0, 0.0)
 
@@ -182,6 +182,63 @@ def test_debts_are_remembered_longer_than_accounts_that_are_even() -> None:
     for tenant in ("named", "spender"):
         assert isinstance(accounts.admit(tenant, 1.0, 0.0), OverQuota)
     assert len(accounts._accounts) <= 10
+
+
+def test_named_and_busy_tenants_hide_nobody_that_may_be_forgotten() -> None:
+    """However many of them have been unseen for longest: accounts stay within the bound, or a few beside it."""
+    specs = {f"named{number}": FREE for number in range(70)}
+    accounts = Tenants(specs, QuotaSpec(concurrency=1), most_tenants=300)
+    for name in specs:
+        accounts.settle(admitted(accounts, 1.0, 0.0, name), 1.0, 0.0)
+    for number in range(130):
+        admitted(accounts, 1.0, 0.0, f"busy{number}")
+    most = 0
+    for number in range(5_000):
+        accounts.settle(admitted(accounts, 1.0, 0.0, f"t{number}"), 1.0, 0.0)
+        most = max(most, len(accounts._accounts))
+    assert most <= 300 + 200 // 64 + 1
+    assert specs.keys() <= accounts._accounts.keys()
+    assert all(accounts.running(f"busy{number}") == 1 for number in range(130))
+
+
+def test_where_several_limits_are_met_the_longest_wait_is_told() -> None:
+    """A moment for the request, an hour for the tokens: whoever comes again after the moment would do so in vain."""
+    accounts = tenants(QuotaSpec(requests=Rate(2.0, 1.0), tokens=Rate(1.0, 5_000.0), concurrency=1))
+    admitted(accounts, 5_000.0, 0.0)
+    assert refused(accounts, 4_998.0, 0.0) == OverQuota(Quota.TOKENS, 4_998.0)
+
+
+def test_who_borrows_is_held_to_his_other_limits_all_the_same() -> None:
+    """Nothing is taken of the spare for a request that does not go."""
+    spec = QuotaSpec(requests=Rate(0.5, 1.0), tokens=Rate(1.0, 10.0), may_borrow=True)
+    accounts = tenants(spec, spare=Rate(1.0, 50.0))
+    admitted(accounts, 10.0, 0.0)
+    assert refused(accounts, 40.0, 0.0) == OverQuota(Quota.REQUESTS, 2.0)
+    assert admitted(accounts, 40.0, 2.0).borrowed
+
+
+RATES = st.none() | st.builds(Rate, st.floats(0.01, 10.0), st.floats(1.0, 1_000.0))
+
+
+@given(
+    st.builds(
+        QuotaSpec,
+        requests=RATES,
+        tokens=RATES,
+        budget_tokens=st.none() | st.floats(1.0, 1_000.0),
+        budget_period_s=st.floats(1.0, 1_000.0),
+    ),
+    st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(1.0, 500.0)), min_size=1, max_size=40),
+)
+def test_who_comes_again_when_told_is_let_in(spec: QuotaSpec, asked: list[tuple[float, float]]) -> None:
+    """Whatever limits there are and however many are met."""
+    accounts, now_s = tenants(spec), 0.0
+    for pause_s, tokens in asked:
+        now_s += pause_s
+        over = accounts.admit("a", tokens, now_s)
+        if isinstance(over, OverQuota):
+            now_s += over.retry_after_s + 1e-3
+            admitted(accounts, tokens, now_s)
 
 
 def test_asking_takes_nothing() -> None:
