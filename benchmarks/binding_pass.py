@@ -117,7 +117,7 @@ class Scene:
 
     def one_pass(self) -> None:
         """As at a wake."""
-        self.binder.next(self.state, self.now_s, self.rng)
+        next(self.binder.bindings(self.state, self.now_s, self.rng), None)
 
 
 def forget_some(scene: Scene) -> None:

@@ -359,6 +359,7 @@ class Pipeline:
         began, flight, plan = perf_counter(), asked.flight, asked.plan
         request, target = plan.request, plan.target
         placement = self._fleet.placements[target.pool.name]
+        flight.must_be_open()  # it may have waited
         now_s = self._clock()
         if flight.waits_since_s is not None:  # whichever way it has found its place in the end
             decision.waited_s = now_s - flight.waits_since_s

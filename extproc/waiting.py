@@ -2,7 +2,7 @@
 
 A wake binds whoever can go (policies/admission/binding.py). It comes when a request has ended or another has come, and
 every `_LOOK_S`, since work is done where nobody tells of it. Wakes are coalesced, stop after `_LONGEST_WAKE_S`, and
-rest four times as long as they took, so that a long queue never keeps the loop from new requests.
+rest afterwards where they were in vain, so that a long queue never keeps the loop from new requests.
 
 A waiting request hangs on its Flight: whose stream ends leaves the queue at once. Here is no reply made: the pipeline
 does that, through `Carrier`.
@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from time import perf_counter
-from typing import Any, Protocol
+from time import thread_time
+from typing import Any, Protocol, cast
 
 import structlog
 
@@ -26,7 +26,7 @@ from extproc.config.sections.queueing import PoolQueue
 from extproc.flight import Flight
 from extproc.reply import Pending, Reply
 from extproc.request.plans import Plan
-from policies.admission.binding import Binder, BindingSpec, Bound, WaitingRequest
+from policies.admission.binding import Binder, BindingSpec, Bound, Faulty, WaitingRequest
 from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.admission.room import RoomSpec
 from policies.fleet_state import FleetState
@@ -36,9 +36,9 @@ from policies.types import Decision, InferenceRequest, Reason, Refusal, retry_af
 log = structlog.get_logger(__name__)
 
 _LOOK_S = 0.05
-_LONGEST_WAKE_S = 0.001
-_REST = 4.0
-"""Times what a wake took, before the next: it has a fifth of the loop at most."""
+_LONGEST_WAKE_S = 0.002
+_REST_IN_VAIN = 4.0
+"""Times the CPU time of a wake in which nobody could go, before the next: looking has a fifth of the loop at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ class WaitingRoom:
             return _refusal_of_full(self.pool, asked, queue.predicted_wait_s(asked, now_s))
         if held.class_name != asked:
             self._events.queue_left(self.pool, asked, "overflowed", 0.0)
+            held.request.class_name = held.class_name  # so it is in all that follows
         held.asked.flight.wait, held.asked.flight.waits_since_s = held, held.since_s
         try:
             self.binder.came(held, self._state, now_s, self._rng)
@@ -158,9 +159,10 @@ class WaitingRoom:
     def _bind(self) -> None:
         self._wake = None
         self._look_later()  # first: whatever fails here, nobody waits for longer than he may
-        began = perf_counter()
+        began, left = thread_time(), len(self.binder.queue)
         more = self._let_go(began)
-        self._rests_until_s = self._clock() + _REST * (perf_counter() - began)
+        if len(self.binder.queue) == left:
+            self._rests_until_s = self._clock() + _REST_IN_VAIN * (thread_time() - began)
         if more:
             self.wake()
 
@@ -176,21 +178,18 @@ class WaitingRoom:
 
     def _let_go(self, began: float) -> bool:
         """Bind whoever can go. True if there was no time for all."""
-        binder = self.binder
-        while True:
-            length = self._carrier.generation.list_length
-            try:
-                bound = binder.next(self._state, self._clock(), self._rng, length=length)
-            except Exception as error:
-                # a policy of a third party, perhaps; without a queue its fault would be one request's as well
-                log.exception("binding failed", pool=self.pool, error=str(error))
-                self._give_up(binder.queue.window(1)[0])
-                return True
-            if bound is None:
-                return binder.unfinished
-            self._go(bound)
-            if perf_counter() - began > _LONGEST_WAKE_S:
-                return True
+        binder, length = self.binder, self._carrier.generation.list_length
+        try:
+            for bound in binder.bindings(self._state, self._clock(), self._rng, length=length):
+                self._go(bound)
+                if thread_time() - began > _LONGEST_WAKE_S:
+                    return True
+        except Exception as error:
+            # a policy of a third party, perhaps; without a queue its fault would be one request's as well
+            log.exception("binding failed", pool=self.pool, error=str(error))
+            self._give_up(cast("Held", error.ticket) if isinstance(error, Faulty) else binder.queue.window(1)[0])
+            return True
+        return binder.unfinished
 
     def _go(self, bound: Bound[Held]) -> None:
         held = bound.ticket
@@ -218,6 +217,8 @@ class WaitingRoom:
     def _answer(self, held: Held, refusal: Refusal) -> None:
         if not held.ready.done():
             held.ready.set_result(self._carrier.turn_away(held, refusal))
+        else:  # its client has gone in this very moment
+            self._carrier.abandoned(held)
 
     # -- coming and going
 
@@ -390,6 +391,8 @@ def _chain(held: Held, reply: Reply | Pending) -> None:
             held.ready.set_result(done.result())
 
     reply.ready.add_done_callback(settle)
+    # whose client leaves meanwhile gives up what it waits for
+    held.ready.add_done_callback(lambda ready: reply.ready.cancel() if ready.cancelled() else None)
 
 
 INTERNAL_ERROR = Refusal(500, "server_error", "internal error while routing", Reason.INTERNAL_ERROR)

@@ -298,11 +298,10 @@ class Replay:
         """Whoever can go now, goes."""
         binder = self._binder
         while binder is not None:
-            bound = binder.next(self._state, self._now_s, self._rng, length=1)
-            if bound is not None:
+            for bound in binder.bindings(self._state, self._now_s, self._rng, length=1):
                 binder.queue.take(bound.ticket, self._now_s)
                 self._place(bound.ticket.number, bound.ticket.request, bound.decision)
-            elif not binder.unfinished:
+            if not binder.unfinished:
                 return
 
     def _bind_again(self) -> None:

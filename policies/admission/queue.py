@@ -241,14 +241,20 @@ class Queue(Generic[_T]):
         """Use new limits and weights. Who waits in a class that there is no more waits in the first from now on."""
         self.spec = spec
         self._shares = spec.shares()
-        old, self._lines = self._lines, {}
+        old, lines = dict(self._lines), {}
         for one in spec.classes:
             line = old.pop(one.name) if one.name in old else _Line(one, spec.most_idle_tenants)
             line.spec, line.clocks.most_idle = one, spec.most_idle_tenants
-            self._lines[one.name] = line
+            lines[one.name] = line
+        self._lines = lines  # at once: another thread may be counting who waits
         self._clocks.keep(self._lines)
         homeless = [ticket for line in old.values() for ticket in line.arrivals]
         self._lines[spec.classes[0].name].take_over(homeless)
+
+    def has(self, ticket: _T) -> bool:
+        """Whether this request waits."""
+        line = self._lines.get(ticket.class_name)
+        return line is not None and ticket in line.arrivals
 
     def class_of(self, name: str | None) -> ClassSpec:
         """The class of that name; the first one for a name that there is no (more), and for none."""

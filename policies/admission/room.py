@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from policies.admission.class_use import ClassUse
 from policies.admission.queue import ClassSpec
 from policies.placement.view import View
@@ -34,7 +36,10 @@ class RoomSpec:
 def with_room(view: View, spec: RoomSpec) -> Mask:
     """Which candidates have room for any request at all, shape (n,)."""
     ledger, slots = view.ledger, view.slots
+    if not len(slots):
+        return np.zeros(0, np.bool_)
     rate, share = ledger.rate(slots), view.state.traffic_share[slots]
+    share = share / share.max()  # of what the best of them may have: where all are cold nobody waits for a warm one
     running = view.in_flight + view.foreign
     places = running < min(spec.endpoint_requests, ledger.profile.max_num_seqs) * share
     at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s * share

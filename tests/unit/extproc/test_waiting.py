@@ -373,6 +373,76 @@ async def test_who_waits_is_answered_in_time_though_nobody_can_be_bound(monkeypa
     flight.close()
 
 
+async def test_a_client_that_leaves_as_its_wait_ends_has_its_tokens_back() -> None:
+    """Its stream is being cancelled while it is told that it has waited in vain."""
+    house = House()
+    house.fill()
+    before = house.account()["tokens_left"]
+    flight, ready = house.wait()
+    house.now_s += 31
+    room = house.pipeline.rooms.of("chat")
+    assert room is not None
+    ready.cancel()
+    room._expire()
+    flight.close()
+    assert house.account()["tokens_left"] == pytest.approx(before)
+    assert house.account()["running"] == 2
+
+
+async def test_a_client_that_leaves_while_it_is_decided_anew_leaves_nothing() -> None:
+    """A reload has it asked of the senses what engines hold of its prompt: that question is given up."""
+    house = House()
+    first, _ = house.fill()
+    flight, ready = house.wait()
+    house.document["pools"][0]["prefix_index"] = {"precise": {"tokenizer": "engine"}}
+    house.use(parse(yaml.safe_dump(house.document)))
+    questions: list[Match] = []
+    house.pipeline.matcher.tell = lambda question: questions.append(question) is None
+    first.close()
+    async with asyncio.timeout(30):
+        while not questions:  # noqa: ASYNC110 - the room's wake tells nobody
+            await asyncio.sleep(0.01)
+    ready.cancel()
+    flight.close()
+    await asyncio.sleep(0)
+    house.pipeline.matcher.answered(Matched(questions[0].number, 200))
+    await asyncio.sleep(0.01)
+    assert int(house.state.in_flight.sum()) == 1
+    assert house.metrics.registry.get_sample_value(
+        "pointsman_refusals_total", {"reason": "internal_error", "status": "500"}
+    ) is None  # fmt: skip
+
+
+async def test_what_overflows_is_of_the_class_it_waits_in() -> None:
+    """In the log, for the engine, and for what a class may have of an endpoint."""
+    house = House(classes=[{"name": "first", "places": 1, "overflow": "second"}, {"name": "second"}])
+    first, second = house.fill()
+    ready = [house.wait()[1] for _ in range(2)]
+    first.close()
+    second.close()
+    for one in ready:
+        assert isinstance(await soon(one), Route)
+    assert sorted(record["class"] for record in house.log.read(2)) == ["first", "second"]
+
+
+async def test_a_queue_that_has_begun_drains_as_fast_as_the_fleet_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many wait and all places come free at once: each pass lets one go to each endpoint, and the next comes soon."""
+    house = House(endpoint_requests=15)
+    bodies = [BODY.replace(b"word ", b"w%03d " % number) for number in range(48)]
+    flights = [house.ask(body=body)[0] for body in bodies[:30]]
+    ready = [house.wait(body=body)[1] for body in bodies[30:]]
+    wakes: list[int] = []
+    room = house.pipeline.rooms.of("chat")
+    assert room is not None
+    find = room.binder.bindings
+    monkeypatch.setattr(room.binder, "bindings", lambda *given, **named: wakes.append(1) or find(*given, **named))
+    for flight in flights:
+        flight.close()
+    for one in ready:
+        assert isinstance(await soon(one), Route)
+    assert len(wakes) <= 15
+
+
 async def test_wakes_are_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many ends in one turn of the loop are one look at the queue."""
     house = House(endpoint_requests=20)
@@ -382,8 +452,8 @@ async def test_wakes_are_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ready = house.wait()
     await asyncio.sleep(0.1)
     looks: list[float] = []
-    find = room.binder.next
-    monkeypatch.setattr(room.binder, "next", lambda *given, **named: looks.append(1) or find(*given, **named))
+    find = room.binder.bindings
+    monkeypatch.setattr(room.binder, "bindings", lambda *given, **named: looks.append(1) or find(*given, **named))
     for flight in flights:
         flight.close()
     assert isinstance(await soon(ready), Route)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.admission import binding
-from policies.admission.binding import Binder, BindingSpec, Bound, WaitingRequest
+from policies.admission.binding import Binder, BindingSpec, Bound, Faulty, WaitingRequest
 from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.admission.room import RoomSpec
 from policies.fleet_state import FleetState
@@ -83,7 +83,7 @@ class Pool:
 
     def bind(self) -> Bound[WaitingRequest] | None:
         """The next that goes, gone."""
-        bound = self.binder.next(self.state, self.now_s, self.rng)
+        bound = next(self.binder.bindings(self.state, self.now_s, self.rng), None)
         if bound is not None:
             self.queue.take(bound.ticket, self.now_s)
             self.start(bound.ticket.request, bound.decision)
@@ -322,6 +322,106 @@ def test_many_are_looked_up_in_several_passes() -> None:
     assert pool.binder.unfinished
     pool.end(pool.running[0])
     assert bound(pool.bind()).ticket is waiting[1]
+
+
+def test_one_pass_lets_as_many_go_as_endpoints_have_room() -> None:
+    """Each to one of his own, and the first of them first."""
+    pool = Pool(endpoints=8, room={"endpoint_requests": 2})
+    for _ in range(16):
+        assert isinstance(pool.arrive(pool.request(tokens=10)), Decision)
+    waiting = [pool.arrive(pool.request(tokens=10)) for _ in range(20)]
+    for one in list(pool.running):
+        pool.end(one)
+    gone, slots = [], []
+    for one in pool.binder.bindings(pool.state, pool.now_s, pool.rng):
+        pool.queue.take(one.ticket, pool.now_s)
+        pool.start(one.ticket.request, one.decision)
+        gone.append(one.ticket)
+        slots.append(one.decision.order[0])
+    assert gone == waiting[:8]
+    assert sorted(slots) == list(range(8))
+    assert pool.binder.unfinished
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    """It fits into no gap that they leave; so once it has waited for long, an endpoint is kept free for it."""
+    pool = Pool(endpoints=2, room={"endpoint_requests": 1_000, "busy_s": 1e9})
+    while isinstance(pool.arrive(pool.request(tokens=9_000)), Decision):
+        pass
+    long = pool.arrive(pool.request(tokens=60_000))
+    assert isinstance(long, WaitingRequest)
+    for _ in range(600):
+        pool.now_s += 1.0
+        pool.arrive(pool.request(tokens=9_000))
+        pool.end(pool.running[0])
+        while pool.bind() is not None:
+            pass
+        if not pool.queue.has(long):
+            break
+    assert not pool.queue.has(long)
+    assert pool.now_s < 300  # of the 600 s that it may wait
+    for one in list(pool.running):
+        pool.end(one)
+    while pool.bind() is not None:  # nothing is kept for anybody any more
+        pass
+    assert {one.slot for one in pool.running} == {0, 1}
+
+
+def test_who_may_go_nowhere_stands_in_nobodys_way() -> None:
+    """Whether it waited before its only endpoint went, or comes now: then it is told at once, as without a queue."""
+    pool = Pool(endpoints=3)
+    for _ in range(3):
+        pool.arrive(pool.request())
+    for _ in range(200):
+        pool.arrive(pool.request(subset=("10.0.0.2:80",)))
+    good = pool.arrive(pool.request())
+    pool.state.state[2] = State.UNHEALTHY
+    assert isinstance(pool.arrive(pool.request(subset=("10.0.0.2:80",))), Unplaceable)
+    pool.now_s = 2.0
+    pool.end(next(one for one in pool.running if one.slot == 0))
+    for _ in range(100):
+        if (one := pool.bind()) is not None:
+            break
+    assert one is not None
+    assert one.ticket is good
+
+
+def test_the_one_that_cannot_be_judged_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the first in the queue."""
+    pool = Pool(endpoints=1)
+    pool.arrive(pool.request())
+    _first, culprit = pool.arrive(pool.request()), pool.arrive(pool.request(session_key="bad"))
+    choose = pool.placement.choose
+
+    def fails(request: InferenceRequest, *given: Any, **named: Any) -> Any:
+        if request.session_key == "bad":
+            raise RuntimeError("not mine")
+        return choose(request, *given, **named)
+
+    monkeypatch.setattr(pool.placement, "choose", fails)
+    pool.end(pool.running[0])
+    bound(pool.bind())
+    pool.end(pool.running[0])
+    with pytest.raises(Faulty) as caught:
+        pool.bind()
+    assert caught.value.ticket is culprit
+
+
+def test_a_cold_fleet_has_all_its_places_and_a_cold_endpoint_its_share() -> None:
+    """What warms up has a share beside others, and all where they are just as cold; with certainty, not by chance."""
+    pool = Pool(endpoints=2, room={"endpoint_requests": 10})
+    pool.state.state[:2] = State.WARMING
+    pool.state.traffic_share[:2] = 0.1
+    assert sum(isinstance(pool.arrive(pool.request(tokens=10)), Decision) for _ in range(30)) == 20
+    pool = Pool(endpoints=2, room={"endpoint_requests": 10})
+    pool.state.state[0] = State.WARMING
+    pool.state.traffic_share[0] = 0.1
+    for _ in range(30):
+        pool.arrive(pool.request(tokens=10))
+        pool.now_s += 1.0  # for this that place is worth waiting, but not for long
+        while pool.bind() is not None:
+            pass
+    assert sorted(one.slot for one in pool.running) == [0] + [1] * 10
 
 
 @pytest.mark.parametrize(("endpoints", "window"), [(2, 16), (7, 42), (300, 512)])
