@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -251,10 +252,24 @@ class WaitingRoom:
 
     def decide_anew(self) -> None:
         """There is no queue here any more: whoever waits is decided without."""
-        for held in self.binder.queue.clear():
-            self._left(held, "reconfigured")
-            _chain(held, held.again())
         self._stop()
+        everybody = deque(self.binder.queue.clear())
+        for held in everybody:
+            self._left(held, "reconfigured")
+        self._decide_some(everybody)
+
+    def _decide_some(self, left: deque[Held]) -> None:
+        """Of those that a queue has left behind, and the others in the loop's next turns: each is read anew."""
+        began = perf_counter()
+        while left:
+            held = left.popleft()
+            if held.ready.cancelled():
+                self._carrier.abandoned(held)
+            else:
+                _chain(held, held.again())
+            if perf_counter() - began > _LONGEST_WAKE_S:
+                asyncio.get_running_loop().call_soon(self._decide_some, left)
+                return
 
     def turn_all_away(self, refusal: Refusal) -> None:
         """We stop."""

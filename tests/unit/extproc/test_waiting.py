@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from extproc import waiting
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
 from extproc.fleet.fleet import Fleet
@@ -288,6 +289,27 @@ async def test_a_new_config_is_seen_by_those_that_wait() -> None:
     assert (record["class"], record["waited_s"]) == ("only", 20.0)
     labels = {"pool": "chat", "class": "batch"}
     assert house.metrics.registry.get_sample_value("pointsman_queue_requests", labels) is None
+
+
+async def test_a_queue_that_goes_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited is decided anew, some in each turn of the loop; who leaves meanwhile has all back."""
+    monkeypatch.setattr(waiting, "_LONGEST_WAKE_S", 0.0)
+    house = House()
+    house.fill()
+    waited = [house.wait() for _ in range(20)]
+    del house.document["pools"][0]["queue"]
+    house.use(parse(yaml.safe_dump(house.document)))
+    assert sum(ready.done() for _, ready in waited) <= 1
+    before = house.account()["tokens_left"]
+    gone, ready = waited.pop()
+    ready.cancel()
+    gone.close()
+    for _, ready in waited:
+        assert isinstance(await soon(ready), Route)
+    await asyncio.sleep(0)
+    assert house.account()["running"] == 21
+    assert house.account()["tokens_left"] > before
+    assert house.left("reconfigured") == 20
 
 
 async def test_when_we_stop_nobody_is_left_waiting() -> None:
