@@ -260,14 +260,14 @@ class WaitingRoom:
 
     def _decide_some(self, left: deque[Held]) -> None:
         """Of those that a queue has left behind, and the others in the loop's next turns: each is read anew."""
-        began = perf_counter()
+        began = thread_time()
         while left:
             held = left.popleft()
             if held.ready.cancelled():
                 self._carrier.abandoned(held)
             else:
                 _chain(held, held.again())
-            if perf_counter() - began > _LONGEST_WAKE_S:
+            if thread_time() - began > _LONGEST_WAKE_S:
                 asyncio.get_running_loop().call_soon(self._decide_some, left)
                 return
 

@@ -293,7 +293,7 @@ async def test_a_new_config_is_seen_by_those_that_wait() -> None:
 
 async def test_a_queue_that_goes_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waited is decided anew, some in each turn of the loop; who leaves meanwhile has all back."""
-    monkeypatch.setattr(waiting, "_LONGEST_WAKE_S", 0.0)
+    monkeypatch.setattr(waiting, "_LONGEST_WAKE_S", -1.0)
     house = House()
     house.fill()
     waited = [house.wait() for _ in range(20)]
