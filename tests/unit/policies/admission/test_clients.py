@@ -103,9 +103,11 @@ def test_a_reload_keeps_what_runs_and_begins_a_changed_rate_anew() -> None:
     clients.configure(Allowance(ONE_IN_TEN_S.requests, concurrency=2), 10)
     assert refused(clients, "a", 20.0).limit is Limit.CONCURRENCY
     clients.configure(ONE_IN_TEN_S, 10)
-    assert refused(clients, "a").limit is Limit.REQUESTS
+    for _ in range(2):
+        entered(clients, "a", 20.0)
+    assert refused(clients, "a", 20.0).limit is Limit.REQUESTS
     clients.configure(Allowance(Rate(0.1, 3)), 10)
-    entered(clients, "a")
+    entered(clients, "a", 20.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 30)), max_size=60))
