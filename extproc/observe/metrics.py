@@ -97,6 +97,8 @@ class Metrics:
     def _wire(self) -> None:
         self._messages = self._counter("ext_proc_messages", "ext_proc messages from Envoy", "phase")
         self._malformed = self._counter("malformed_messages", "gRPC payloads that are not protocol messages", "service")
+        self._lane_connections = self._gauge("lane_connections", "Connections of our own Envoy to the lane's sockets")
+        self._lane_failures = self._counter("lane_failures", "Lane connections ended by a broken protocol", "code")
         self._entries = self._counter("access_log_entries", "Access-log entries", "kind", "result")
         self._envoy_answers = self._counter("envoy_answers", "Requests Envoy answered itself, undecided", "status")
         self._missing = self._counter("access_log_missing", "Finished requests whose entry never came")
@@ -321,6 +323,14 @@ class Metrics:
     def malformed(self, service: str) -> None:
         """Bytes came that are no message of the protocol."""
         self._child(self._malformed, service).inc()
+
+    def lane_connections(self, change: int) -> None:
+        """One connection of the lane more, or less."""
+        self._lane_connections.inc(change)
+
+    def lane_failed(self, code: str) -> None:
+        """A connection of the lane ended by a fault of the peer's."""
+        self._child(self._lane_failures, code).inc()
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""

@@ -51,7 +51,7 @@ class LaneEvents(WireEvents, Protocol):
 class ExtProcCall:
     """One ext_proc stream: the life of one HTTP request."""
 
-    __slots__ = ("_events", "_exchange", "_flight", "_pending", "_queued", "_stream")
+    __slots__ = ("_ends", "_events", "_exchange", "_flight", "_pending", "_queued", "_stream")
 
     def __init__(self, stream: Stream, flights: Flights, decider: Decider, events: LaneEvents, hold_s: float) -> None:
         self._stream = stream
@@ -60,6 +60,7 @@ class ExtProcCall:
         self._exchange = Exchange(self._flight, decider, events, hold_s)
         self._pending: asyncio.Future[Reply] | None = None
         self._queued: list[bytes] = []
+        self._ends = False
 
     def message(self, raw: bytes) -> None:
         """One message of Envoy's."""
@@ -71,8 +72,11 @@ class ExtProcCall:
             self._stream.finish(GrpcStatus.RESOURCE_EXHAUSTED, "too many messages before the answer to the first")
 
     def ended(self) -> None:
-        """The HTTP request is over."""
-        self._stream.finish()
+        """The HTTP request is over; or all of it has been said, by a caller that still awaits the answer."""
+        if self._pending is None:
+            self._stream.finish()
+        else:
+            self._ends = True
 
     def closed(self) -> None:
         """Give back what it took."""
@@ -110,6 +114,8 @@ class ExtProcCall:
         queued, self._queued = self._queued, []
         for raw in queued:
             self.message(raw)
+        if self._ends:
+            self.ended()
 
 
 def _status_of(error: Malformed) -> GrpcStatus:

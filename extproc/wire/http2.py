@@ -530,6 +530,7 @@ class Connection:
         for name, value in _SETTING.iter_unpack(payload):
             self._set(name, value)
         self._answer(_frame(Frame.SETTINGS, _ACK, 0))
+        self._pump()  # only now: until it has our answer the client goes by its old windows
 
     def _set(self, name: int, value: int) -> None:
         if name == _MAX_FRAME:
@@ -542,7 +543,6 @@ class Connection:
             more, self._peer_window = value - self._peer_window, value
             for stream in list(self._streams.values()):
                 _widen(stream, more)  # may become negative, section 6.9.2
-            self._pump()
 
     def _on_push(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
         raise Violation(ErrorCode.PROTOCOL_ERROR, "a client pushes nothing")

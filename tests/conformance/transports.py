@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -13,6 +14,8 @@ from callers import Caller, GrpcCaller
 from house import House
 
 from extproc.config.sections.listen import Listen
+from extproc.wire.access_log import AccessLog
+from extproc.wire.envoy_lane import EXT_PROC_SOCKET, EnvoyLane
 from extproc.wire.grpc_server import EXT_PROC, PortTaken, bidirectional, envoy_server
 
 
@@ -52,7 +55,23 @@ def grpc_over_unix(house: House, folder: Path) -> AbstractAsyncContextManager[Ca
     return _serving(_grpc_server(house, target), target)
 
 
+@contextlib.asynccontextmanager
+async def envoy_lane(house: House, folder: Path) -> AsyncIterator[Caller]:
+    """Our own HTTP/2 on a Unix socket, called by grpcio's client, which is stricter than Envoy."""
+    access_log = AccessLog(house.flights, house.metrics)
+    sockets = Path(tempfile.mkdtemp(dir=folder))
+    lane = EnvoyLane(sockets, house.flights, house.pipeline, access_log, house.metrics, hold_s=600)
+    await lane.start()
+    caller = GrpcCaller(f"unix:{sockets}/{EXT_PROC_SOCKET}")
+    try:
+        yield caller
+    finally:
+        await caller.close()
+        await lane.stop(0)
+
+
 TRANSPORTS: dict[str, Callable[[House, Path], AbstractAsyncContextManager[Caller]]] = {
     "grpc-tcp": grpc_over_tcp,
     "grpc-unix": grpc_over_unix,
+    "lane": envoy_lane,
 }
