@@ -29,6 +29,7 @@ from extproc.breaking import Breaking
 from extproc.config.generations import Generation
 from extproc.config.loading import ConfigError, load
 from extproc.config.schema import Config
+from extproc.config.sections.queueing import HOLD_S
 from extproc.control.snapshots import Publisher, clusters_of
 from extproc.fleet.discovery.endpoints import Discovered
 from extproc.fleet.discovery.files import follow_file
@@ -50,6 +51,7 @@ from extproc.senses.inbox import Inbox
 from extproc.senses.link import Senses
 from extproc.senses.targets import targets_of
 from extproc.wire.access_log import AccessLog
+from extproc.wire.envoy_lane import EnvoyLane
 from extproc.wire.grpc_server import (
     ACCESS_LOG,
     ADS,
@@ -133,6 +135,8 @@ class App:
         self.pipeline.matcher.tell = self._senses.tell
         self.pipeline.matcher.on_indexed = self.metrics.indexed
         self.fleet.on_suspicion = self._senses.probe_now
+        self._access_log = AccessLog(self.flights, self.metrics, self._outcomes.stray)
+        self._lane = self._make_lane(config)
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
         self._tasks: list[asyncio.Task[None]] = []
@@ -154,6 +158,8 @@ class App:
         await self._health.start()
         self._apply(self.generation)
         await self._server.start()
+        if self._lane is not None:
+            await self._lane.start()
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
         if self._config_path is not None:
             self._tasks.append(asyncio.create_task(follow_file(self._config_path, self._on_config), name="config"))
@@ -162,12 +168,17 @@ class App:
         gc.freeze()
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
+    def _make_lane(self, config: Config) -> EnvoyLane | None:
+        folder = config.listen.lane_folder
+        if folder is None:
+            return None
+        return EnvoyLane(folder, self.flights, self.pipeline, self._access_log, self.metrics, hold_s=HOLD_S)
+
     def _handlers(self) -> dict[tuple[str, str], Any]:
         processor = Processor(self.flights, self.pipeline, self.metrics)
-        access_log = AccessLog(self.flights, self.metrics, self._outcomes.stray)
         return {
             (EXT_PROC, "Process"): bidirectional(processor.process),
-            (ACCESS_LOG, "StreamAccessLogs"): client_streaming(access_log.stream),
+            (ACCESS_LOG, "StreamAccessLogs"): client_streaming(self._access_log.stream),
             (ADS, "StreamAggregatedResources"): bidirectional(self._publisher.stream),
             # For an Envoy whose ADS is somebody else's: our clusters in `envoy --format filters` ask here.
             (EDS, "StreamEndpoints"): bidirectional(self._publisher.stream),
@@ -182,7 +193,8 @@ class App:
         await self._health.set_serving(serving=False)  # after the tick is gone, which says so too
         await self._discovery.close()
         await self._senses.close()
-        await self._server.stop(_STOP_GRACE_S)
+        lane = [] if self._lane is None else [self._lane.stop(_STOP_GRACE_S)]
+        await asyncio.gather(self._server.stop(_STOP_GRACE_S), *lane)
         await self._health.stop()
         await self._admin.stop()
         await self._key_file.close()

@@ -35,6 +35,10 @@ JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 """Where Envoy's filter of that name puts what it verified, under JWT_KEY."""
 JWT_KEY = "pointsman"
 
+EXT_PROC_SOCKET = "ext_proc.sock"
+ACCESS_LOG_SOCKET = "access_log.sock"
+"""The lane's, in its folder."""
+
 HOLD_METADATA = "x-pointsman-hold-s"
 """Metadata of Envoy's ext_proc calls: so many seconds it waits for each answer of ours."""
 

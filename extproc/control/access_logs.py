@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from extproc.config.schema import Config
 from extproc.control import envoy_types as envoy
-from extproc.control.clusters import pointsman_grpc_service
-from extproc.names import ATTEMPT_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
+from extproc.control.clusters import pointsman_grpc_service, service_for
+from extproc.names import ACCESS_LOG_SOCKET, ATTEMPT_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
 
 REQUEST_LOG = "pointsman"
 UPSTREAM_LOG = "pointsman-upstream"
@@ -28,14 +29,15 @@ _ELSEWHERE = (
 )
 
 
-def request_log() -> envoy.AccessLog:
+def request_log(config: Config) -> envoy.AccessLog:
     """One entry per request, sent as the request ends."""
-    return _grpc_log(REQUEST_LOG, [envoy.CustomTag(tag=TTFT_TAG, value=_TTFT)], None)
+    return _grpc_log(config, REQUEST_LOG, [envoy.CustomTag(tag=TTFT_TAG, value=_TTFT)], None)
 
 
-def upstream_log() -> envoy.AccessLog:
+def upstream_log(config: Config) -> envoy.AccessLog:
     """Two kinds of entry, both at once: an attempt failed; another than the first choice and attempt has begun."""
     return _grpc_log(
+        config,
         UPSTREAM_LOG,
         [],
         envoy.AccessLogFilter(
@@ -64,7 +66,9 @@ def _when(moment: int, expression: str) -> envoy.AccessLogFilter:
     return envoy.AccessLogFilter(and_filter=envoy.AndFilter(filters=[at, cel_filter(expression)]))
 
 
-def _grpc_log(name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilter | None) -> envoy.AccessLog:
+def _grpc_log(
+    config: Config, name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilter | None
+) -> envoy.AccessLog:
     return envoy.AccessLog(
         name="envoy.access_loggers.http_grpc",
         filter=only,
@@ -73,7 +77,7 @@ def _grpc_log(name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilte
                 common_config=envoy.CommonGrpcAccessLogConfig(
                     log_name=name,
                     transport_api_version=envoy.ApiVersion.V3,
-                    grpc_service=pointsman_grpc_service(),
+                    grpc_service=pointsman_grpc_service(service_for(config, ACCESS_LOG_SOCKET)),
                     # 0 sends each entry at once (1-10 ms after the end); the default gathers for up to a second
                     buffer_size_bytes=envoy.number(0),
                     buffer_flush_interval=timedelta(seconds=1),

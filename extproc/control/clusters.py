@@ -11,14 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 from extproc.config.schema import Config, Pool
 from extproc.config.sections.fields import is_name
 from extproc.control import envoy_types as envoy
-from extproc.names import DESTINATION_HEADER, HOLD_METADATA, LB_NAMESPACE, SERVED_KEY
+from extproc.names import (
+    ACCESS_LOG_SOCKET,
+    DESTINATION_HEADER,
+    EXT_PROC_SOCKET,
+    HOLD_METADATA,
+    LB_NAMESPACE,
+    SERVED_KEY,
+)
 
 POINTSMAN_CLUSTER = "pointsman_grpc"
+LANE_CLUSTERS = {EXT_PROC_SOCKET: "pointsman_lane", ACCESS_LOG_SOCKET: "pointsman_lane_log"}
+"""By the socket each leads to."""
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _LARGEST_WINDOW = 2**31 - 1
@@ -68,6 +78,36 @@ def pointsman_cluster(config: Config) -> envoy.Cluster:
     )
 
 
+def lane_clusters(config: Config) -> list[envoy.Cluster]:
+    """One cluster per socket of the lane, if there is one."""
+    folder = config.listen.lane_folder
+    return (
+        []
+        if folder is None
+        else [_lane_cluster(config, name, folder / socket) for socket, name in LANE_CLUSTERS.items()]
+    )
+
+
+def _lane_cluster(config: Config, name: str, path: Path) -> envoy.Cluster:
+    pipe = envoy.LbEndpoint(endpoint=envoy.Endpoint(address=envoy.Address(pipe=envoy.Pipe(path=str(path)))))
+    return envoy.Cluster(
+        name=name,
+        type=envoy.Cluster.STATIC,
+        connect_timeout=timedelta(seconds=5),
+        per_connection_buffer_limit_bytes=envoy.number(body_window(config)),
+        load_assignment=envoy.ClusterLoadAssignment(
+            cluster_name=name, endpoints=[envoy.LocalityLbEndpoints(lb_endpoints=[pipe])]
+        ),
+        circuit_breakers=_breakers(config),
+        typed_extension_protocol_options={_HTTP_OPTIONS: envoy.pack(_grpc_protocol(config))},
+    )
+
+
+def service_for(config: Config, socket: str) -> str:
+    """The cluster that carries the method served at one of the lane's sockets."""
+    return POINTSMAN_CLUSTER if config.listen.lane_folder is None else LANE_CLUSTERS[socket]
+
+
 def load_assignment(cluster_name: str, addresses: Iterable[str]) -> envoy.ClusterLoadAssignment:
     """The addresses (`IP:port`, or `name:port` if Envoy is to look them up) of a cluster, in a stable order."""
     hosts = [envoy.LbEndpoint(endpoint=envoy.Endpoint(address=socket_address(one))) for one in sorted(addresses)]
@@ -99,12 +139,14 @@ def http2(config: Config, **settings: object) -> envoy.Http2ProtocolOptions:
     )
 
 
-def pointsman_grpc_service(*, retry_quickly: bool = False, hold_s: int | None = None) -> envoy.GrpcService:
+def pointsman_grpc_service(
+    cluster: str = POINTSMAN_CLUSTER, *, retry_quickly: bool = False, hold_s: int | None = None
+) -> envoy.GrpcService:
     """How Envoy's gRPC clients (ext_proc, access log, xDS) reach us. `hold_s`: how long that client waits for us."""
     backoff = envoy.BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=5))
     policy = envoy.GrpcRetryPolicy(retry_back_off=backoff) if retry_quickly else None
     return envoy.GrpcService(
-        envoy_grpc=envoy.GrpcService.EnvoyGrpc(cluster_name=POINTSMAN_CLUSTER, retry_policy=policy),
+        envoy_grpc=envoy.GrpcService.EnvoyGrpc(cluster_name=cluster, retry_policy=policy),
         initial_metadata=[] if hold_s is None else [envoy.HeaderValue(key=HOLD_METADATA, value=str(hold_s))],
     )
 

@@ -21,6 +21,7 @@ from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log
 from extproc.control.authentication import key_set_clusters
 from extproc.control.clusters import (
+    lane_clusters,
     load_assignment,
     own_pool_clusters,
     pointsman_cluster,
@@ -73,7 +74,8 @@ def bootstrap(
         node=envoy.Node(id=node_id, cluster=node_cluster),
         admin=_admin(admin_socket) if admin_socket else None,
         static_resources=envoy.Bootstrap.StaticResources(
-            listeners=listeners(config), clusters=[pointsman_cluster(config), *key_set_clusters(config)]
+            listeners=listeners(config),
+            clusters=[pointsman_cluster(config), *lane_clusters(config), *key_set_clusters(config)],
         ),
         dynamic_resources=envoy.Bootstrap.DynamicResources(
             ads_config=xds_source(),
@@ -97,9 +99,10 @@ def filters(config: Config) -> Sections:
         "http_filters": http_filters(config),
         "virtual_host": virtual_host(config),
         "local_reply_config": local_replies(),
-        "access_log": [request_log()],
+        "access_log": [request_log(config)],
         "clusters": [
             pointsman_cluster(config),
+            *lane_clusters(config),
             *key_set_clusters(config),
             *own_pool_clusters(config, via="own_stream"),
         ],

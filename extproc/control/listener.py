@@ -11,6 +11,7 @@ from datetime import timedelta
 
 from extproc.config.schema import Config
 from extproc.config.sections.listen import Tls
+from extproc.config.sections.queueing import HOLD_S
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import request_log, upstream_log
 from extproc.control.authentication import authentication_filters
@@ -18,12 +19,14 @@ from extproc.control.clusters import (
     body_window,
     http2,
     pointsman_grpc_service,
+    service_for,
     socket_address,
 )
 from extproc.control.local_replies import local_replies
 from extproc.control.routes import EXT_PROC, processing_mode, route_configuration
 from extproc.names import (
     CREDENTIAL_HEADERS,
+    EXT_PROC_SOCKET,
     FORWARDED_FOR_HEADER,
     IDEMPOTENCY_HEADER,
     JWT_NAMESPACE,
@@ -48,8 +51,6 @@ _FORWARDED = (
     "x-llm-d-slo-ttft-ms",
 )
 _FORWARDED_PREFIXES = ("x-pointsman-", "x-gateway-")
-_HOLD_S = 600
-"""Longer than any request waits for its decision: the deadline is ours to keep and to answer for."""
 
 
 def listeners(config: Config) -> list[envoy.Listener]:
@@ -141,7 +142,7 @@ def http_connection_manager(config: Config) -> envoy.HttpConnectionManager:
     manager.stat_prefix = "pointsman"
     manager.route_config.CopyFrom(route_configuration(config))
     manager.http_filters.extend(http_filters(config))
-    manager.access_log.append(request_log())
+    manager.access_log.append(request_log(config))
     manager.early_header_mutation_extensions.append(header_stripping(config))
     manager.local_reply_config.CopyFrom(local_replies())
     return manager
@@ -167,13 +168,13 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
 def http_filters(config: Config) -> list[envoy.HttpFilter]:
     """Verified tokens, usage extraction, ext_proc, router. Responses meet them in the opposite order."""
     decide = _ext_proc_filter(config, envoy.ProcessingMode.BUFFERED)
-    return [*authentication_filters(config), _usage_filter(), decide, _router_filter()]
+    return [*authentication_filters(config), _usage_filter(), decide, _router_filter(config)]
 
 
 def _upgrade_filters(config: Config) -> list[envoy.HttpFilter]:
     """The same for a WebSocket, whose request never ends: a buffered one would never be sent on."""
     decide = _ext_proc_filter(config, envoy.ProcessingMode.NONE)
-    return [*authentication_filters(config), decide, _router_filter()]
+    return [*authentication_filters(config), decide, _router_filter(config)]
 
 
 def header_stripping(config: Config) -> envoy.TypedExtensionConfig:
@@ -232,11 +233,11 @@ def _ext_proc_filter(config: Config, bodies: int) -> envoy.HttpFilter:
         name=EXT_PROC,
         typed_config=envoy.pack(
             envoy.ExternalProcessor(
-                grpc_service=pointsman_grpc_service(hold_s=_HOLD_S),
+                grpc_service=pointsman_grpc_service(service_for(config, EXT_PROC_SOCKET), hold_s=HOLD_S),
                 processing_mode=processing_mode(bodies),
                 # running answers must survive our death; the undecided route fails new requests closed
                 failure_mode_allow=True,
-                message_timeout=timedelta(seconds=_HOLD_S),
+                message_timeout=timedelta(seconds=HOLD_S),
                 # without these two, routing headers and x-envoy-* timeouts from us are dropped in silence
                 mutation_rules=envoy.HeaderMutationRules(
                     allow_all_routing=envoy.flag(on=True), allow_envoy=envoy.flag(on=True)
@@ -269,14 +270,14 @@ def _forwarded_headers(config: Config) -> envoy.ListStringMatcher:
     )
 
 
-def _router_filter() -> envoy.HttpFilter:
+def _router_filter(config: Config) -> envoy.HttpFilter:
     return envoy.HttpFilter(
         name="envoy.filters.http.router",
         typed_config=envoy.pack(
             envoy.Router(
                 # drops x-envoy-upstream-service-time and its kind from answers; x-envoy-* timeouts from us still count
                 suppress_envoy_headers=True,
-                upstream_log=[upstream_log()],
+                upstream_log=[upstream_log(config)],
                 # tells of another address at once, not when its answer has ended
                 upstream_log_options=envoy.Router.UpstreamAccessLogOptions(flush_upstream_log_on_upstream_stream=True),
             )

@@ -21,6 +21,7 @@ from typing import Protocol, cast
 import structlog
 
 from extproc.flight import Flights
+from extproc.names import ACCESS_LOG_SOCKET, EXT_PROC_SOCKET
 from extproc.reply import Pending, Reply
 from extproc.wire.access_log import AccessLog
 from extproc.wire.grpc_server import PortTaken
@@ -30,8 +31,6 @@ from extproc.wire.processor import Decider, Exchange, Sending, WireEvents
 
 log = structlog.get_logger(__name__)
 
-EXT_PROC_SOCKET = "ext_proc.sock"
-ACCESS_LOG_SOCKET = "access_log.sock"
 _MOST_QUEUED = 64
 """Messages of a stream that may come while its reply is pending; Envoy sends none before it has it."""
 _HEADROOM_BYTES = 1 << 20

@@ -14,8 +14,9 @@ from callers import Caller, GrpcCaller
 from house import House
 
 from extproc.config.sections.listen import Listen
+from extproc.names import EXT_PROC_SOCKET
 from extproc.wire.access_log import AccessLog
-from extproc.wire.envoy_lane import EXT_PROC_SOCKET, EnvoyLane
+from extproc.wire.envoy_lane import EnvoyLane
 from extproc.wire.grpc_server import EXT_PROC, PortTaken, bidirectional, envoy_server
 
 

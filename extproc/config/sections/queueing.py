@@ -8,8 +8,10 @@ from pydantic import Field, model_validator
 
 from extproc.config.sections.fields import Model, Name, Positive, Seconds, Share, refuse_twice
 
+HOLD_S = 600
+"""So long our own Envoy waits for an answer of ours: the deadline is ours to keep and to answer for."""
 LONGEST_WAIT_S = 540
-"""Envoy waits for us for ten minutes; what is answered later nobody hears."""
+"""What is answered later than that nobody may hear."""
 
 
 class QueueClass(Model):
