@@ -169,7 +169,7 @@ class App:
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
     def _make_lane(self, config: Config) -> EnvoyLane | None:
-        folder = config.listen.lane_folder
+        folder = config.listen.lane
         if folder is None:
             return None
         return EnvoyLane(folder, self.flights, self.pipeline, self._access_log, self.metrics, hold_s=HOLD_S)

@@ -32,7 +32,6 @@ import aiohttp
 import structlog
 
 from extproc.config.schema import Config
-from extproc.config.sections.listen import LONGEST_LANE
 
 log = structlog.get_logger(__name__)
 
@@ -230,7 +229,6 @@ class Launcher:
         self._folder = RunFolder()
         self._run = self._folder.path
         self._admin_socket = self._run / "envoy-admin.sock"
-        self._config = config = _with_lane(config, self._run / "lane")
         last_good = self._run / "last-good.json"
         write_last_good(last_good, config)
         # -P: else a file in the operator's folder that is named like a module of ours would be imported in its place
@@ -327,13 +325,6 @@ class Launcher:
                 # Open connections would go on bringing requests. From here on each answer closes its own.
                 await _tell(admin, "healthcheck/fail")
                 await _until_quiet(admin)
-
-
-def _with_lane(config: Config, folder: Path) -> Config:
-    """The config as the decision process gets it too, by way of the last good one: our Envoy is on this host."""
-    if config.listen.lane != "auto" or len(str(folder)) > LONGEST_LANE:
-        return config
-    return config.model_copy(update={"listen": config.listen.model_copy(update={"lane": folder})})
 
 
 async def _answers(client: aiohttp.ClientSession, url: str) -> bool:

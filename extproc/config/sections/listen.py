@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,10 +28,7 @@ class Listen(Model):
     grpc: str = Field("127.0.0.1:9004", description="ext_proc, access logs and xDS, plaintext HTTP/2")
     grpc_from_envoy: str | None = Field(None, description="where Envoy finds `grpc`: IP:port or name:port")
     grpc_tls: str | None = Field(None, description="the same over TLS, by convention on port 9002")
-    lane: Path | Literal["auto", "off"] = Field(
-        "auto",
-        description="folder for the Unix sockets of an Envoy on this host; auto: `up` makes one, `serve` has none",
-    )
+    lane: Path | None = Field(None, description="folder for Unix sockets by which an Envoy of ours on this host comes")
     health: str = Field("127.0.0.1:9003", description="gRPC health checks")
     tls: Tls | None = Field(None, description="for `grpc_tls`; a self-signed certificate is made without it")
     http_tls: Tls | None = Field(None, description="for Envoy's `http`: clients speak TLS, HTTP/2 or HTTP/1.1 by ALPN")
@@ -51,15 +48,10 @@ class Listen(Model):
 
     @field_validator("lane")
     @classmethod
-    def _fits_a_socket(cls, value: Path | str) -> Path | str:
-        if isinstance(value, Path) and len(str(value.absolute())) > LONGEST_LANE:
+    def _fits_a_socket(cls, value: Path | None) -> Path | None:
+        if value is not None and len(str(value.absolute())) > LONGEST_LANE:
             raise ValueError(f"a Unix socket's path must be short: {LONGEST_LANE} characters for the folder")
         return value
-
-    @property
-    def lane_folder(self) -> Path | None:
-        """Where the lane's sockets are, if there is a lane."""
-        return self.lane if isinstance(self.lane, Path) else None
 
     @property
     def envoy_dials(self) -> str:
