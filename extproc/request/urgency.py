@@ -17,6 +17,8 @@ _LONGEST_NUMBER = 18
 _MOST = 100
 """Steps of priority either way; more would be the same as another class."""
 _LONGEST_SLO_MS = 3_600_000
+_SHORTEST_SLO_MS = 100
+"""Nobody is due sooner: by asking for nothing at all a client would pass everybody who says what he needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def slo_ttft_s(headers: Mapping[str, str]) -> float | None:
     for name in _SLO_HEADERS:
         said = headers.get(name)
         if said is not None and said.isascii() and said.isdecimal() and len(said) < len(str(_LONGEST_SLO_MS)) + 1:
-            return int(said) / 1000
+            return max(int(said), _SHORTEST_SLO_MS) / 1000
     return None
 
 

@@ -196,9 +196,10 @@ class Placement:
         reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
-        reservation.class_name = request.class_name
-        reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
-        self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
+        if request.class_name is not None:
+            reservation.class_name = request.class_name
+            reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
+            self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
 
     def _blocks_of(self, request: InferenceRequest) -> tuple[Sequence[int], Sequence[int]]:
         """What the request will have in the cache: its prompt's blocks, and one of its own for all that is in none.

@@ -64,6 +64,8 @@ def test_a_tenants_best_priority_bounds_what_it_asks_for() -> None:
     ("headers", "expected"),
     [
         ({"x-pointsman-slo-ttft-ms": "1500"}, 1.5),
+        ({"x-pointsman-slo-ttft-ms": "0"}, 0.1),
+        ({"x-llm-d-slo-ttft-ms": "99"}, 0.1),
         ({"x-llm-d-slo-ttft-ms": "200"}, 0.2),
         ({"x-pointsman-slo-ttft-ms": "soon"}, None),
         ({"x-pointsman-slo-ttft-ms": "-1"}, None),
