@@ -16,6 +16,9 @@ from policies.lifecycle import State
 from policies.placement.view import View
 from policies.types import Mask
 
+_READY, _WARMING, _DEGRADED = int(State.READY), int(State.WARMING), int(State.DEGRADED)
+"""As numpy compares them: with members of an enum each comparison takes five times as long."""
+
 Filter: TypeAlias = Callable[[View], Mask | None]
 
 
@@ -27,8 +30,8 @@ def ready(view: View) -> Mask:
     """
     state, slots = view.state, view.slots
     states = state.state[slots]
-    takes: Mask = (states == State.READY) & state.routable[slots]
-    in_part = ((states == State.WARMING) | (states == State.DEGRADED)) & state.routable[slots]
+    takes: Mask = (states == _READY) & state.routable[slots]
+    in_part = ((states == _WARMING) | (states == _DEGRADED)) & state.routable[slots]
     if not in_part.any():
         return takes
     drawn = np.array([view.rng.random() for _ in range(len(slots))])
