@@ -122,3 +122,59 @@ async def _disturbed(system: System, victim: Engine) -> None:
                 victim.kill()
 
         await asyncio.gather(*(one(number) for number in range(200)))
+
+
+def test_with_a_queue_accounts_hold_through_aborts_and_a_killed_engine(
+    pair: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """Clients leave while they wait and while they are answered, and an engine dies: everybody has paid what he used.
+
+    That is the usage that whole answers told and an estimate for those that began; who only waited has paid nothing.
+    """
+    quota = {"tokens": {"per_s": 1e-6, "burst": 1e6}, "concurrency": 1_000}
+    tenants = {"named": {"flood": quota, "calm": quota}, "usage": "inject"}
+    queue = {"classes": [{"name": "only", "max_wait_s": 60}], "endpoint_requests": 4}
+    system = make_system(pools=[pool_of(pair, queue=queue)], access=ACCESS, tenants=tenants, headers=bearer(CALM))
+    system.wait_pickable(*(engine.address for engine in pair))
+    told = asyncio.run(_told(system, pair[0]))
+    eventually(lambda: not sum(system.in_flight().values()), "nothing is in flight")
+    eventually(lambda: not system.total("pointsman_requests_unsettled"), "all are settled")
+    assert system.total("pointsman_queue_left_total", 'how="client_gone"') > 0
+    assert system.total("pointsman_queue_requests") == 0
+    for tenant in ("flood", "calm"):
+        label = f'tenant="{tenant}"'
+        used = {
+            source: system.total("pointsman_tenant_tokens_total", label, f'source="{source}"')
+            for source in ("usage", "estimate")
+        }
+        assert account(system, tenant)["running"] == 0
+        assert account(system, tenant)["tokens_left"] == pytest.approx(1e6 - sum(used.values()), abs=1)
+        assert used["usage"] == pytest.approx(told[tenant], rel=0.01)
+        assert told[tenant] > 0
+    pair[0].start()
+    system.wait_pickable(pair[0].address)
+
+
+async def _told(system: System, victim: Engine) -> dict[str, int]:
+    """By tenant, the tokens that the usage of whole answers told."""
+    told = {"flood": 0, "calm": 0}
+    rng = random.Random(11)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=system.url, timeout=HANG_GUARD_S, limits=limits) as client:
+
+        async def one(number: int) -> None:
+            tenant = "flood" if number % 2 else "calm"
+            body = chat(f"{number} " * 50, stream=True, max_tokens=rng.randrange(5, 60))
+            leaves_after_s = rng.random() if number % 3 == 0 else HANG_GUARD_S
+            try:
+                async with asyncio.timeout(leaves_after_s):
+                    answer = await client.post(CHAT, json=body, headers=bearer(FLOOD if number % 2 else CALM))
+            except (httpx.HTTPError, TimeoutError):
+                return
+            if answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"):
+                told[tenant] += _usage(answer)["total_tokens"]
+            if number == 100:
+                victim.kill()
+
+        await asyncio.gather(*(one(number) for number in range(200)))
+    return told
