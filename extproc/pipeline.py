@@ -49,7 +49,7 @@ from extproc.request.apis import (
 from extproc.request.encodings import SUPPORTED, inflates_beyond
 from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
-from extproc.request.urgency import PRIORITY_HEADER, Urgency, slo_ttft_s
+from extproc.request.urgency import PRIORITY_HEADER, Urgency, flow_of, slo_ttft_s
 from extproc.retries import RetryBudgets
 from extproc.waiting import INTERNAL_ERROR, Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
@@ -542,7 +542,7 @@ def _held(
     request = asked.plan.request
     return Held(
         request.class_name or "",
-        request.tenant or "",
+        request.tenant or flow_of(asked.headers),
         request.input_tokens + placement.ledger.answer_tokens(request),
         held_bytes=asked.held_bytes,
         priority=request.priority,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 PRIORITY_HEADER = "x-pointsman-priority"
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 ENGINE_PRIORITY_HEADER = "x-vllm-priority"
+FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
+_LONGEST_FLOW = 128
 _SLO_HEADERS = ("x-pointsman-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 _LONGEST_NUMBER = 18
 _MOST = 100
@@ -66,6 +68,11 @@ def slo_ttft_s(headers: Mapping[str, str]) -> float | None:
         if said is not None and said.isascii() and said.isdecimal() and len(said) < len(str(_LONGEST_SLO_MS)) + 1:
             return max(int(said), _SHORTEST_SLO_MS) / 1000
     return None
+
+
+def flow_of(headers: Mapping[str, str]) -> str:
+    """Whose turn it is where no tenant is known: what the client says itself, which gives it no more than its turns."""
+    return headers.get(FAIRNESS_HEADER, "")[:_LONGEST_FLOW]
 
 
 def _of_other_kinds(headers: Mapping[str, str]) -> tuple[str | None, int | None]:

@@ -465,6 +465,21 @@ async def test_a_queue_that_has_begun_drains_as_fast_as_the_fleet_takes(monkeypa
     assert len(wakes) <= 15
 
 
+async def test_without_tenants_flows_take_turns_by_the_gateways_header() -> None:
+    """Whoever sends much delays himself."""
+    house = House()
+    del house.document["access"], house.document["tenants"]
+    house.use(parse(yaml.safe_dump(house.document)))
+    house.pipeline.gate = None
+    flights = house.fill()
+    busy = [house.wait(x_gateway_inference_fairness_id="busy")[1] for _ in range(6)]
+    _, rare = house.wait(x_gateway_inference_fairness_id="rare")
+    for flight in flights:
+        flight.close()
+    assert isinstance(await soon(rare), Route)
+    assert sum(ready.done() for ready in busy) == 1
+
+
 async def test_wakes_are_coalesced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many ends in one turn of the loop are one look at the queue."""
     house = House(endpoint_requests=20)
