@@ -644,7 +644,8 @@ def _too_many_requests() -> Refusal:
 
 def _unknown_class(headers: Mapping[str, str], pool: Pool) -> Refusal:
     names = [] if pool.queue is None else [one.name for one in pool.queue.classes]
-    message = f"{PRIORITY_HEADER}: no class {headers.get(PRIORITY_HEADER, '')[:64]!r}; there are: {', '.join(names)}"
+    said = headers.get(PRIORITY_HEADER, "")[:64]
+    message = f"{PRIORITY_HEADER}: {said!r} is neither a class ({', '.join(names)}) nor a whole number"
     return Refusal(400, _INVALID, message, Reason.INVALID_REQUEST)
 
 

@@ -212,7 +212,7 @@ class WaitingRoom:
         queue, now_s = self.binder.queue, self._clock()
         for held in queue.expire(now_s):
             self._left(held, "timeout")
-            again_s = queue.predicted_wait_s(held.class_name, now_s)
+            again_s = queue.predicted_wait_s(held.class_name, now_s) if len(queue) else held.wait_s
             self._answer(held, _refusal_of_timeout(self.pool, held, again_s))
 
     def _answer(self, held: Held, refusal: Refusal) -> None:

@@ -198,13 +198,13 @@ class Config(Model):
 
     @model_validator(mode="after")
     def _classes_exist(self) -> Self:
-        classes = {one.name for pool in self.pools if pool.queue is not None for one in pool.queue.classes}
+        queues = [pool.queue for pool in self.pools if pool.queue is not None]
+        classes = list(dict.fromkeys(one.name for queue in queues for one in queue.classes))
+        there_are = f"there are: {', '.join(classes)}" if classes else "no pool has a queue"
         tenants = self.tenants or Tenants()
         for where, quota in (("default", tenants.default), *tenants.named.items()):
             if quota.best_class is not None and quota.best_class not in classes:
-                raise ValueError(
-                    f"tenants: best_class of {where} is {quota.best_class!r}; the pools' queues have: {sorted(classes)}"
-                )
+                raise ValueError(f"tenants: {where}.best_class: no class {quota.best_class!r} in a queue; {there_are}")
         return self
 
     @model_validator(mode="after")

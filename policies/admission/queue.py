@@ -380,10 +380,15 @@ class Queue(Generic[_T]):
     # -- what to tell those who come in vain
 
     def predicted_wait_s(self, class_name: str, now_s: float) -> float:
-        """How long a request of this class that came now would wait, by the pace of the last departures."""
+        """How long a request of this class that came now would wait, by the pace of the last departures.
+
+        Where nothing has departed of late, for as long as it may; and not at all where nobody waits.
+        """
         line = self._lines[class_name]
         pace = self._pace.per_s(now_s)
-        if not pace:
+        if not len(self):
+            return 0.0
+        if pace < _SLOWEST_PACE_PER_S:
             return line.spec.max_wait_s
         shares = sum(self._shares[name] for name in {*self._waiting_classes(), class_name})
         alone_s = (len(line.arrivals) + 1) * shares / self._shares[class_name] / pace
@@ -391,6 +396,8 @@ class Queue(Generic[_T]):
 
 
 _PACE_MEMORY_S = 10.0
+_SLOWEST_PACE_PER_S = 1e-3
+"""What is left of a pace long after the last departure foretells nothing."""
 
 
 class _Pace:

@@ -65,6 +65,8 @@ class PoolQueue(Model):
         names = [one.name for one in self.classes]
         refuse_twice("class", names)
         for one in self.classes:
-            if one.overflow is not None and (one.overflow not in names or one.overflow == one.name):
-                raise ValueError(f"class {one.name} overflows into {one.overflow!r}; there are: {sorted(names)}")
+            if one.overflow == one.name:
+                raise ValueError(f"class {one.name} overflows into itself; name another or leave overflow out")
+            if one.overflow is not None and one.overflow not in names:
+                raise ValueError(f"class {one.name} overflows into {one.overflow!r}; there are: {', '.join(names)}")
         return self
