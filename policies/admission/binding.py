@@ -20,8 +20,11 @@ endpoints with room, so it is exact and explains itself.
 Who is passed over for his length alone would starve while shorter ones fill every gap. So one such request at a time,
 once it has waited for a third of what it may, has an endpoint kept free for it.
 
-Where a policy names no prices (Pricing), or late binding is off, requests go in the queue's order to the best endpoint
-with room. Formula and constants were found by simulation: docs/benchmarks.md.
+Where a policy names no prices (Pricing), or late binding is off, the queue decides when and the policy where: as soon
+as any endpoint has room, the next request goes to what the policy likes best of all that have a place in their batch.
+Rejected: to the best of those with room, or whose cache has a place. It gives up prefixes for places, and so in
+overload most of the goodput.
+Formula and constants were found by simulation: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from policies.admission.queue import Queue, Ticket
-from policies.admission.room import RoomSpec, cache_holds, class_has_room, with_room
+from policies.admission.room import RoomSpec, cache_holds, class_has_room, with_places, with_room
 from policies.fleet_state import FleetState
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.view import View
@@ -179,7 +182,11 @@ class Binder(Generic[_W]):
         if isinstance(decision, Unplaceable):
             return decision
         view = self.placement.survey(request, state, now_s, rng)
-        return decision if self._has_room(view, request)[view.slots == decision.order[0]].all() else None
+        may = self._class_may(view, request)
+        fits = may & cache_holds(view, request.input_tokens) & with_room(view, self.spec.room)
+        if not self._late and fits.any():
+            fits = may & with_places(view, self.spec.room)
+        return decision if fits[view.slots == decision.order[0]].all() else None
 
     def came(self, ticket: _W, state: FleetState, now_s: float, rng: Random) -> None:
         """A request waits from now on. Looked up at once, so that passes are short however many come."""
@@ -248,23 +255,30 @@ class Binder(Generic[_W]):
     def _those_that_go(
         self, tickets: list[_W], view: View, general: Mask, rng: Random, length: int
     ) -> Iterator[Bound[_W]]:
-        """Of these who can go, in order. `general` loses the endpoints that have got somebody."""
+        """Of these who can go, in order. `general` loses the endpoints that have got somebody.
+
+        Without late binding only the first: whether there is room for another one yet the next pass will see.
+        """
         if not tickets:
             return
         prices = self._price(view, tickets)
         waited_s = view.now_s - np.array([ticket.since_s for ticket in tickets])
         affordable_s = np.minimum(self.spec.patience * waited_s, self.spec.longest_detour_s)
-        holds = self._holds(view, tickets) & prices.allowed
+        may = self._classes_may(view, tickets) & prices.allowed
+        holds = may & cache_holds(view, np.array([[ticket.request.input_tokens] for ticket in tickets], np.float64))
         self._keep_for_the_starving(tickets, waited_s, holds, prices.allowed, view)
         fits: Mask = holds & self._open_to(tickets, view, general)
+        where = fits if self._late else may & self._open_to(tickets, view, with_places(view, self.spec.room))
         detours_s = prices.detours_s(fits)
         while len(going := np.flatnonzero(detours_s <= affordable_s)):
             row = int(going[0])
-            bound = self._bound(tickets[row], fits[row], float(detours_s[row]), view, rng, length)
+            bound = self._bound(tickets[row], where[row], float(detours_s[row]), view, rng, length)
             detours_s[row], fits[row] = np.inf, False
             if bound is None:
                 continue
             yield bound
+            if not self._late:
+                return
             taken = view.slots == bound.decision.order[0]
             np.logical_and(general, ~taken, out=general)
             np.logical_and(fits, ~taken, out=fits)
@@ -368,7 +382,7 @@ class Binder(Generic[_W]):
         matched = self._matched(view, tickets)
         allowed = matched >= 0
         pricing = self.placement.pricing
-        if not self.spec.late or pricing is None:
+        if not self._late or pricing is None:
             return _Prices(allowed, None, None)
         costs, liked = pricing.price(view, [ticket.request for ticket in tickets], np.maximum(matched, 0.0))
         return _Prices(allowed, costs, liked)
@@ -382,23 +396,27 @@ class Binder(Generic[_W]):
             matched = matched[:, members.searchsorted(view.slots)]
         return matched
 
-    def _holds(self, view: View, tickets: list[_W]) -> Mask:
-        """Where there is room for each, beside what is needed for any; shape (w, n)."""
-        holds = cache_holds(view, np.array([[ticket.request.input_tokens] for ticket in tickets], np.float64))
+    def _classes_may(self, view: View, tickets: list[_W]) -> Mask:
+        """Where each one's class has not yet all that it may have; shape (w, n)."""
+        may = np.ones((len(tickets), len(view.slots)), np.bool_)
         for name in {ticket.class_name for ticket in tickets}:
             spec = self.queue.class_of(name)
             if spec.limited:
                 rows = [row for row, ticket in enumerate(tickets) if ticket.class_name == name]
                 tokens = np.array([[self._claims(tickets[row].request)] for row in rows])
-                holds[rows] &= class_has_room(view, spec, self.placement.class_use, tokens)
-        return holds
+                may[rows] = class_has_room(view, spec, self.placement.class_use, tokens)
+        return may
 
-    def _has_room(self, view: View, request: InferenceRequest) -> Mask:
+    def _class_may(self, view: View, request: InferenceRequest) -> Mask:
+        """The same of one request, shape (n,)."""
         spec = self.queue.class_of(request.class_name)
-        room = with_room(view, self.spec.room) & cache_holds(view, request.input_tokens)
-        if spec.limited:
-            room &= class_has_room(view, spec, self.placement.class_use, self._claims(request))
-        return room
+        if not spec.limited:
+            return np.ones(len(view.slots), np.bool_)
+        return class_has_room(view, spec, self.placement.class_use, self._claims(request))
+
+    @property
+    def _late(self) -> bool:
+        return self.spec.late and self.placement.pricing is not None
 
     def _claims(self, request: InferenceRequest) -> float:
         return request.input_tokens + self.placement.ledger.answer_tokens(request)

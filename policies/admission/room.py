@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from policies.admission.class_use import ClassUse
 from policies.admission.queue import ClassSpec
 from policies.placement.view import View
@@ -36,16 +34,28 @@ class RoomSpec:
 def with_room(view: View, spec: RoomSpec) -> Mask:
     """Which candidates have room for any request at all, shape (n,)."""
     ledger, slots = view.ledger, view.slots
-    if not len(slots):
-        return np.zeros(0, np.bool_)
-    rate, share = ledger.rate(slots), view.state.traffic_share[slots]
-    share = share / share.max()  # of what the best of them may have: where all are cold nobody waits for a warm one
-    running = view.in_flight + view.foreign
-    places = running < min(spec.endpoint_requests, ledger.profile.max_num_seqs) * share
-    at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s * share
-    filling = (view.state.kv_full_in_s[slots] < spec.kv_full_in_s) & (running > 0)
-    room: Mask = places & at_leisure & ~filling
+    rate = ledger.rate(slots)
+    at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s * _shares(view)
+    filling = (view.state.kv_full_in_s[slots] < spec.kv_full_in_s) & (_running(view) > 0)
+    room: Mask = with_places(view, spec) & at_leisure & ~filling
     return room
+
+
+def with_places(view: View, spec: RoomSpec) -> Mask:
+    """Whose batch has a place for one more, shape (n,), though its prefill may have to wait."""
+    places: Mask = _running(view) < min(spec.endpoint_requests, view.ledger.profile.max_num_seqs) * _shares(view)
+    return places
+
+
+def _running(view: View) -> Floats:
+    return view.in_flight + view.foreign
+
+
+def _shares(view: View) -> Floats:
+    """Of what the best of them may have: where all are cold nobody waits for a warm one."""
+    shares = view.state.traffic_share[view.slots]
+    relative: Floats = shares / shares.max(initial=0.0)
+    return relative
 
 
 def cache_holds(view: View, prompt_tokens: float | Floats) -> Mask:

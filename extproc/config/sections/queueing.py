@@ -50,7 +50,7 @@ class PoolQueue(Model):
     most_passed_over: Positive = Field(20, description="turns of others in a row, before a class has its own")
     ageing_s: Seconds = Field(5, description="of waiting, worth one step of priority")
     late_binding: bool = Field(
-        True, description="wait for the best endpoint, longer where it saves more; false: take any with room"
+        True, description="wait for the best endpoint, longer where it saves more; false: go as soon as any has room"
     )
     longest_detour_ms: Positive = Field(
         2_000, description="late binding: no longer wait makes up for more added latency at another endpoint"

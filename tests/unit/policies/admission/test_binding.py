@@ -163,11 +163,33 @@ def test_a_long_wait_does_not_give_up_every_cache() -> None:
 
 
 def test_without_late_binding_any_room_is_taken() -> None:
-    """At once."""
+    """At once, where the best endpoint has no place."""
     pool = Pool(late=False)
     _, holder = held_by(pool, 7)
     pool.arrive(pool.request(7))
     assert bound(pool.bind()).decision.order[0] != holder
+
+
+def test_without_late_binding_the_queue_decides_when_and_the_policy_where() -> None:
+    """Nobody goes while all are busy; as soon as one is not, the next goes where its prompt is, busy or not."""
+    pool = Pool(late=False, room={"endpoint_requests": 3})
+    holder = pool.arrive(pool.request(7, tokens=4_000)).order[0]  # type: ignore[union-attr]
+    pool.arrive(pool.request(tokens=3_000))
+    waiting = [pool.arrive(pool.request(7, tokens=4_000)) for _ in range(3)]
+    assert pool.bind() is None
+    pool.end(pool.running[1])
+    for ticket in waiting[:2]:
+        gone = bound(pool.bind())
+        assert (gone.ticket, gone.decision.order[0]) == (ticket, holder)
+    assert bound(pool.bind()).decision.order[0] != holder  # where all places are taken now
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_comes_while_one_endpoint_has_room_waits_for_another_only_with_late_binding(late: bool) -> None:  # noqa: FBT001 - a case
+    """Without, it goes to the busy endpoint that it likes best, as it would without a queue."""
+    pool = Pool(late=late, room={"endpoint_requests": 3})
+    pool.arrive(pool.request(7, tokens=4_000))
+    assert isinstance(pool.arrive(pool.request(7, tokens=4_000)), WaitingRequest) is late
 
 
 def test_a_policy_without_prices_takes_any_room() -> None:

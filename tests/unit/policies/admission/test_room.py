@@ -10,7 +10,7 @@ import pytest
 
 from policies.admission.class_use import ClassUse
 from policies.admission.queue import ClassSpec
-from policies.admission.room import RoomSpec, cache_holds, class_has_room, with_room
+from policies.admission.room import RoomSpec, cache_holds, class_has_room, with_places, with_room
 from policies.fleet_state import FleetState
 from policies.placement.view import View
 from policies.types import Reservation
@@ -49,6 +49,15 @@ def test_a_full_batch_has_no_room(view_of: Views, state: FleetState) -> None:
     state.in_flight[0], state.in_flight[1], state.foreign[2] = 3, 2, 3
     assert with_room(view, RoomSpec()).tolist() == [False, True, False, True]
     assert with_room(view, RoomSpec(endpoint_requests=2)).tolist() == [False, False, False, True]
+
+
+def test_a_busy_endpoint_has_a_place_but_no_room(view_of: Views, state: FleetState) -> None:
+    """What it has to prefill keeps no place from anybody; a full batch does."""
+    view = view_of()
+    prefilling(view, 1, 1_500)
+    state.in_flight[0] = 2
+    assert with_places(view, RoomSpec(endpoint_requests=2)).tolist() == [False, True, True, True]
+    assert with_room(view, RoomSpec(endpoint_requests=2)).tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("running", "room"), [(0, ALL), (1, [False, True, True, True])])
