@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-binding lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -62,8 +62,28 @@ bench-fidelity: $(READY) ## the simulator beside a real vLLM on CPU: make bench-
 bench-view: $(READY) ## how late figures are, pushed and scraped, from a real vLLM on CPU: make bench-view [ARGS='--changes 300']
 	PYTHONPATH=tests/engine:tests/envoy $(BIN)/python -m benchmarks.view_age $(ARGS)
 
+LATE := default,default+late,default+queue,smg-cache-aware,smg-cache-aware+queue
+
+bench-late: $(READY) ## late binding offline, in overload and in a flood: make bench-late TRACE=FILE [ARGS=...]
+	@test -n "$(TRACE)" || { echo "name a trace: make bench-late TRACE=conversation_trace.jsonl"; exit 1; }
+	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --policies $(LATE) --load 0.95,1.05,1.1 --seeds 3 $(ARGS)
+	for told in timed never; do $(BIN)/pointsman replay "$(TRACE)" $(BENCH) --policies default,default+late \
+	  --load 1.05,1.1 --seeds 3 --first-tokens $$told $(ARGS) || exit 1; done
+	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --policies $(LATE) --flood --load 0.6 --seeds 3 $(ARGS)
+
+bench-late-live: $(READY) ## the same through a real Envoy: make bench-late-live TRACE=FILE [ARGS=...]
+	@test -n "$(TRACE)" || { echo "name a trace: make bench-late-live TRACE=conversation_trace.jsonl"; exit 1; }
+	$(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 1.05,1.1 \
+	  --policies default,default+late,smg-cache-aware $(ARGS)
+
 bench-binding: $(READY) ## the CPU time of one pass of late binding: make bench-binding [ARGS='--passes 300']
 	$(BIN)/python -m benchmarks.binding_pass $(ARGS)
+
+bench-classes: $(READY) ## two classes at three times what engines can do, through a real Envoy
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.classes $(ARGS)
+
+bench-flood: $(READY) ## a tenant at twenty times its quota, through a real Envoy
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.flood $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -45,6 +45,9 @@ def replay(
     rate: Annotated[str | None, typer.Option(help="requests per second instead")] = None,
     sessions_per_s: Annotated[str | None, typer.Option(help="for traces whose sessions wait for answers")] = None,
     disturbances: Annotated[bool, typer.Option("--disturbances", help="Five disturbances, each at its load.")] = False,
+    flood: Annotated[
+        bool, typer.Option("--flood", help="three times the traffic more, on one prefix, for a fifth of the time")
+    ] = False,
     engines: Annotated[int, typer.Option(min=1, max=1024, help="how many")] = 8,
     hardware: Annotated[str, typer.Option(help="whose step times the engines have")] = "8b-h100",
     kv_capacity_tokens: Annotated[
@@ -83,6 +86,7 @@ def replay(
             loads=_numbers("--load", load),
             rates=(*_numbers("--rate", rate), *_numbers("--sessions-per-s", sessions_per_s)),
             disturbances=disturbances,
+            flood=flood,
             live_speed=speed if live else None,
             seeds=seeds,
             requests=requests,

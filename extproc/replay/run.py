@@ -47,6 +47,7 @@ class Options:
     loads: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     disturbances: bool = False
+    flood: bool = False
     live_speed: float | None = None
     seeds: int = 1
     requests: int | None = None
@@ -64,6 +65,8 @@ def run(options: Options, console: Console) -> list[Table]:
     runners = entrants(options.policies, right_sized=options.right_sized)
     trace = read(options.source, options.form, options.requests)
     _check(options, trace)
+    if options.flood:
+        trace = scenarios.flood(trace)
     flooded = [scenarios.flood(trace)] if options.disturbances else []
     traces = {one.digest: one for one in (trace, *flooded)}
     matrix = Matrix(traces, options.bounds, folder=options.resume, jobs=options.jobs)
@@ -91,6 +94,8 @@ def _check(options: Options, trace: Trace) -> None:
     """Raise Unusable for loads that this trace cannot have."""
     if trace.closed and (options.loads or options.disturbances):
         raise Unusable(f"{trace.name}: its sessions wait for answers, so it has no load; give --sessions-per-s")
+    if options.flood and (trace.closed or options.disturbances):
+        raise Unusable("--flood is for traces whose requests do not wait, and one of the --disturbances already")
     if options.live_speed is not None and options.disturbances:
         raise Unusable("disturbances are for --offline")
     if options.live_speed is not None and options.fleet.first_tokens != "seen":

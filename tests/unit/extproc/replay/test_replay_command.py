@@ -70,6 +70,16 @@ def test_disturbances_are_five_tables() -> None:
         assert title in result.output
 
 
+def test_a_flood_comes_on_top_of_the_trace(tmp_path: Path) -> None:
+    """Three times its requests for a fifth of its time, at the load that is asked for."""
+    file = tmp_path / "all.json"
+    result = _run("--rate", "10", "--flood", "--policies", "round-robin", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    assert table["trace"] == "generated with a flood"
+    assert 60 * 1.3 < table["requests"] < 60 * 2.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -77,6 +87,7 @@ def test_disturbances_are_five_tables() -> None:
         (["--load", "much"], "--load: 'much' is not a number above 0"),
         (["--load", "0"], "is not a number above 0"),
         (["--rate", "1", "--policies", "nobody"], "no preset 'nobody'"),
+        (["--disturbances", "--flood"], "one of the --disturbances already"),
         (["--rate", "1", "--first-tokens", "guessed"], "'--first-tokens'"),
         (["--rate", "1", "--hardware", "abacus"], "no hardware 'abacus'; there are: 8b-h100"),
     ],
