@@ -93,6 +93,8 @@ def _entrant(written: str) -> Entrant:
     if not plus or held not in _HELD:
         return _unheld(written)
     entrant = _unheld(name)
+    if entrant.exact:
+        raise NoSuchPolicy(f"{written}: what engines really hold is looked up as a request comes, not while it waits")
     return replace(entrant, name=f"{entrant.name}+{held}", binding=_HELD[held])
 
 

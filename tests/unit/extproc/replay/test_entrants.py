@@ -57,6 +57,7 @@ def test_a_file_may_name_a_preset(tmp_path: Path) -> None:
         ("nobody", "no preset 'nobody'; there are: .*default"),
         ("default@big", "after @ stands"),
         ("default@0", "after @ stands"),
+        ("default@exact+late", "not while it waits"),
         ("nowhere.yaml", "nowhere.yaml"),
     ],
 )
