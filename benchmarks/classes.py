@@ -5,7 +5,7 @@
 Two simulated engines of eight places each, in front of them Envoy and Pointsman. What they can do is measured first.
 Rounds, the kinds of load of each one after the other, so that a busy machine is equally hard on all of them:
 
-- `alone`: a tenth of it, all real-time: the unloaded figure;
+- `alone`: a fifth of it, all real-time: the unloaded figure;
 - `three times`: three times it, a fifth of that real-time, through the queue;
 - `no queue`: the same load, every request sent on at once, so that they wait inside the engines;
 - `both too many`: three times it again, half of each class, so that both wait all the time.
@@ -128,7 +128,7 @@ def measure(engines: list[Engine], folder: Path, rounds: int, for_s: float, seed
         both = [stream(_RT, 1.5 * can), stream(_BATCH, 1.5 * can)]
         for number in range(rounds):
             at = seed + 10 * number
-            found["alone"].append(asyncio.run(play(waits, [stream(_RT, 0.1 * can)], for_s, at)))
+            found["alone"].append(asyncio.run(play(waits, [stream(_RT, 0.2 * can)], for_s, at)))
             found["three times"].append(asyncio.run(play(waits, mostly_batch, for_s, at + 1)))
             found["no queue"].append(asyncio.run(play(not_, mostly_batch, for_s, at + 1)))
             found["both too many"].append(asyncio.run(play(waits, both, for_s, at + 2, skip_s=_FILLS_S)))
