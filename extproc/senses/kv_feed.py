@@ -252,10 +252,14 @@ class Source:
         The first one we should know: if we do not, its number is the same and the engine another, which is heard from
         its start, once. If that is yet another one, its next message will show.
         """
-        ended = await self._heard_again(first)
-        if ended is None:
-            ended = await self._heard_again(0)
-        return ended is True
+        self._index.fall_behind(self._endpoint, self._rank, behind=True)
+        try:
+            ended = await self._heard_again(first)
+            if ended is None:
+                ended = await self._heard_again(0)
+            return ended is True
+        finally:
+            self._index.fall_behind(self._endpoint, self._rank, behind=False)
 
     async def _heard_again(self, first: int) -> bool | None:
         """As `_hear_again`; None, and nothing known of it, as soon as the engine shows to be another."""

@@ -132,11 +132,13 @@ class _Engine:
     """One engine: its bit in the masks, and what is known of it.
 
     `known`: we have all of its events since its cache was empty. `turned_over`: known blocks it dropped since there was
-    a sign of one we do not know; once that is as many as it holds, what we do not know is gone.
+    a sign of one we do not know; once that is as many as it holds, what we do not know is gone. `behind`: it is saying
+    again what we missed, and holds more than we have heard.
     """
 
     bit: int
     known: bool = False
+    behind: bool = False
     block_tokens: int = 0
     group: int | None = None
     tells_salt: bool = True
@@ -192,6 +194,12 @@ class PreciseIndex:
         if engine is not None:
             self._clear(engine)
             engine.known = empty
+
+    def fall_behind(self, endpoint: str, rank: int, *, behind: bool) -> None:
+        """Whether the engine has told more than we have heard yet: until then it may hold more."""
+        engine = self._engines.get(endpoint, {}).get(rank)
+        if engine is not None:
+            engine.behind = behind
 
     def remove(self, endpoint: str) -> None:
         """The endpoint is gone, with all its engines."""
@@ -416,7 +424,7 @@ def _expected(engines: Mapping[int, _Engine], found: Mapping[int, float]) -> int
 def _sees(engines: Mapping[int, _Engine], adapter: str | None, salt: str | None) -> bool:
     """Whether what the engines report tells all there is to know for such a prompt."""
     return bool(engines) and all(
-        engine.known and (engine.tells_salt or not salt) and (engine.tells_adapter or not adapter)
+        engine.known and not engine.behind and (engine.tells_salt or not salt) and (engine.tells_adapter or not adapter)
         for engine in engines.values()
     )
 

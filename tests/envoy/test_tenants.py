@@ -164,8 +164,10 @@ async def _told(system: System, victim: Engine) -> dict[str, int]:
 
         async def one(number: int) -> None:
             tenant = "flood" if number % 2 else "calm"
-            body = chat(f"{number} " * 50, stream=True, max_tokens=rng.randrange(5, 60))
-            leaves_after_s = rng.random() if number % 3 == 0 else HANG_GUARD_S
+            leaves = number % 3 == 0
+            # who leaves asks for more than he can get, or we could not say whether his answer was whole
+            body = chat(f"{number} " * 50, stream=True, max_tokens=50_000 if leaves else rng.randrange(5, 60))
+            leaves_after_s = rng.random() if leaves else HANG_GUARD_S
             try:
                 async with asyncio.timeout(leaves_after_s):
                     answer = await client.post(CHAT, json=body, headers=bearer(FLOOD if number % 2 else CALM))

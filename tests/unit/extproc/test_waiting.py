@@ -458,11 +458,12 @@ async def test_a_queue_that_has_begun_drains_as_fast_as_the_fleet_takes(monkeypa
     assert room is not None
     find = room.binder.bindings
     monkeypatch.setattr(room.binder, "bindings", lambda *given, **named: wakes.append(1) or find(*given, **named))
+    monkeypatch.setattr(waiting, "_LONGEST_WAKE_S", math.inf)  # however slow the machine, a pass is a whole one
     for flight in flights:
         flight.close()
     for one in ready:
         assert isinstance(await soon(one), Route)
-    assert len(wakes) <= 15
+    assert len(wakes) <= 12
 
 
 async def test_without_tenants_flows_take_turns_by_the_gateways_header() -> None:

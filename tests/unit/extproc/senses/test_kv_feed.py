@@ -212,8 +212,7 @@ async def test_who_joins_late_hears_everything_again() -> None:
     await engine.say(_stored(2, 1))
     told = {"0": {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{replay}"}}
     async with _rig(KvEvents(port=1), told) as rig:
-        await _until(lambda: rig.holds(1, 2) == 2)
-        assert rig.known
+        await _until(lambda: rig.holds(1, 2) == 2 and rig.known)
         await engine.say(_stored(3, 2), heard=False)
         await _say_until(engine, lambda: rig.holds(1, 2, 3) == 3)
     await engine.stop()
@@ -519,6 +518,24 @@ async def test_an_engine_that_is_another_in_every_replay_is_heard_twice() -> Non
     source, asked = _source_that_replays(hostile, index=index)
     assert await source._hear_again(5) is False
     assert asked == [5, 0]
+
+
+async def test_while_an_engine_says_again_it_may_hold_more() -> None:
+    """Half of what it said is in the index, and a prompt in the other half would be sent elsewhere as if it were not."""
+    index = PreciseIndex(10)
+    index.keep_ranks("e", [0])
+    source, _ = _source_that_replays([], index=index)
+    known: list[bool] = []
+
+    async def replay(_: int) -> AsyncGenerator[Batch, None]:
+        for number in range(3):
+            yield _batch(number, float(number))
+            known.append(index.is_known("e"))
+
+    source._replay = replay  # type: ignore[method-assign] # in the place of a socket
+    assert await source._hear_again(0)
+    assert known == [False] * 3
+    assert index.is_known("e")
 
 
 async def test_a_replay_that_is_none_makes_nothing_known() -> None:
