@@ -51,6 +51,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("kv_alarm", np.bool_, False),
     ("has_metrics", np.bool_, True),
     ("foreign", np.float64, 0),
+    ("others_level", np.float64, 0),
     ("waiting_level", np.float64, 0),
     ("running_level", np.float64, 0),
     ("kv_used_level", np.float64, 0),
@@ -79,6 +80,8 @@ _FEWEST_FOREIGN = 1.0
 """Fewer are a difference between two counts taken at different moments, not requests."""
 _LEVEL_S = 5.0
 """Seconds over which levels are smoothed: about as late as figures come where scrapes are slow."""
+_OTHERS_S = 0.5
+"""And over which others' requests are seen to have gone, or ours would wait for room that is there."""
 SOURCES = ("push", "scrape", "none")
 """Where an endpoint's figures come from."""
 MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
@@ -177,6 +180,7 @@ class FleetState:
     kv_alarm: npt.NDArray[np.bool_]
     has_metrics: npt.NDArray[np.bool_]
     foreign: npt.NDArray[np.float64]
+    others_level: npt.NDArray[np.float64]
     waiting_level: npt.NDArray[np.float64]
     running_level: npt.NDArray[np.float64]
     kv_used_level: npt.NDArray[np.float64]
@@ -307,7 +311,19 @@ class FleetState:
             levels = getattr(self, level)
             before = levels.item(slot)
             levels[slot] = before + share * (getattr(self, figure).item(slot) - before)
-        others = self.waiting_level.item(slot) + self.running_level.item(slot) - self.in_flight_level.item(slot)
+        self._see_others(slot, waiting + running, age_s)
+
+    def _see_others(self, slot: int, total: float, age_s: float) -> None:
+        """What of an engine's requests is none of ours. It is believed slowly, and its end soon.
+
+        One count is late against the other, so levels are compared; but those of a flood that is over stay high for
+        long. So it is never more than the engine's `total`, nor than the difference of the last few figures.
+        """
+        before, now = self.others_level.item(slot), total - self.in_flight.item(slot)
+        lately = before + (1 - math.exp(-age_s / _OTHERS_S)) * (now - before)
+        self.others_level[slot] = lately
+        levels = self.waiting_level.item(slot) + self.running_level.item(slot) - self.in_flight_level.item(slot)
+        others = min(levels, lately, total)
         self.foreign[slot] = others if others >= _FEWEST_FOREIGN else 0.0
 
     def timed(self, slot: int, ttft_s: float, now_s: float) -> None:

@@ -126,6 +126,21 @@ TestSlots = SlotMachine.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=40)
 
 
+def test_others_requests_are_believed_slowly_and_their_end_soon() -> None:
+    """Two hundred of another router's that have ended keep none of ours waiting."""
+    state = FleetState()
+    slot = state.add("10.0.0.1:8000")
+    for tick in range(100):
+        state.scraped(slot, waiting=192, running=8, kv_used=0.5, now_s=tick / 5)
+    assert state.foreign[slot] == pytest.approx(200, rel=0.02)
+    state.scraped(slot, waiting=0, running=0, kv_used=0, now_s=20)
+    assert state.foreign[slot] == 0
+    state.in_flight[slot] = 8
+    for tick in range(15):
+        state.scraped(slot, waiting=0, running=8, kv_used=0, now_s=20.2 + tick / 5)
+    assert state.foreign[slot] == 0
+
+
 def test_a_level_follows_its_figure_with_time() -> None:
     """The first scrape is believed whole; later ones by how long it is since the one before."""
     state = FleetState()

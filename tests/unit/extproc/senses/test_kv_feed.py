@@ -521,7 +521,7 @@ async def test_an_engine_that_is_another_in_every_replay_is_heard_twice() -> Non
 
 
 async def test_while_an_engine_says_again_it_may_hold_more() -> None:
-    """Half of what it said is in the index, and a prompt in the other half would be sent elsewhere as if it were not."""
+    """Half of what it said is in the index, and a prompt in the other half would be sent elsewhere."""
     index = PreciseIndex(10)
     index.keep_ranks("e", [0])
     source, _ = _source_that_replays([], index=index)
