@@ -396,9 +396,14 @@ class Pipeline:
         retry = budgets is None or not target.terms.retries or budgets.admit(target.pool.name)
         if not retry:
             decision.fallbacks += (Fallback.RETRY_BUDGET,)
-        context_tokens = float(self._fleet.state.context_tokens[decision.order[0]])
-        rate = placement.ledger.decode_rate
-        return target.terms.headers(request, context_tokens=context_tokens, tokens_per_s=rate, retry=retry)
+        slot, state = decision.order[0], self._fleet.state
+        return target.terms.headers(
+            request,
+            context_tokens=state.context_tokens.item(slot),
+            tokens_per_s=placement.ledger.decode_rate,
+            waves=placement.waves(request, slot, state),
+            retry=retry,
+        )
 
     def _expect_report(self, asked: Asked, reservation: Reservation) -> None:
         """The plugin of an engine that pushes tells what a stream used, should its answer not."""

@@ -162,7 +162,7 @@ class InferenceRequest:
     `prompt` is the raw JSON of the API's prompt fields (`tools`, then `messages`, say), never re-serialised.
     `model` is the name the engines serve; `asked_model` the name the client sent (an alias, perhaps).
     `block_hashes[i]` names the prompt up to the end of block i; `block_tokens[i]` is the estimate for that block alone.
-    `choices`: answers wanted at once, each of up to `max_tokens`.
+    `choices`: answers wanted at once, of all prompts together, each of up to `max_tokens`.
     `subset`: the only addresses allowed, as `IP:port` or `IP`; None allows all.
     `tenant`: who asks, from a source that the config trusts; None where it trusts none.
     `precise`: what the engines hold of it, where that was asked and is known; `without`: why not, where it is not.
@@ -258,7 +258,7 @@ class Reservation:
     `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet.
     `class_name`: counts as one of this class, with `claimed_tokens` of the KV cache. The index's: `blocks` are pinned
     for it, in that `stay`; the first `idle_blocks` of them were there before, and not just by word of another request
-    under way. `promise`: what it promised, where that is to be compared. `choices`: answers made side by side.
+    under way. `promise`: what it promised, where that is to be compared. `side_by_side`: answers made at once.
     """
 
     slot: int
@@ -275,7 +275,7 @@ class Reservation:
     stay: int = 0
     idle_blocks: int = 0
     promise: Promise | None = None
-    choices: int = 1
+    side_by_side: float = 1.0
 
     @property
     def cached_tokens(self) -> int:

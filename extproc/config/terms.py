@@ -31,25 +31,31 @@ class Terms:
         self._sets: dict[tuple[bool, int, bool], Headers] = {}
 
     def headers(
-        self, request: InferenceRequest, *, context_tokens: float, tokens_per_s: float, retry: bool = True
+        self,
+        request: InferenceRequest,
+        *,
+        context_tokens: float,
+        tokens_per_s: float,
+        waves: int = 1,
+        retry: bool = True,
     ) -> Headers:
         """Request headers for Envoy.
 
         `context_tokens`: the most a prompt and its answer may have together. `tokens_per_s`: how fast one answer is
-        written. `retry`: whether it may be tried again.
+        written, and `waves` in how many turns all of them are. `retry`: whether it may be tried again.
         """
         streamed = request.stream and request.kind is not Kind.REALTIME
-        terms = streamed, self._step(request, context_tokens, tokens_per_s), retry
+        terms = streamed, self._step(request, context_tokens, tokens_per_s, waves), retry
         made = self._sets.get(terms)
         if made is None:
             made = self._sets[terms] = self._make(*terms)
         return made
 
-    def _step(self, request: InferenceRequest, context_tokens: float, tokens_per_s: float) -> int:
+    def _step(self, request: InferenceRequest, context_tokens: float, tokens_per_s: float, waves: int) -> int:
         if self._limits is None:
             return _UNLIMITED
         longest = longest_answer(request.kind, request.max_tokens, context_tokens)
-        return _UNLIMITED if longest is None else self._limits.step(longest, tokens_per_s)
+        return _UNLIMITED if longest is None else self._limits.step(waves * longest, tokens_per_s)
 
     def _make(self, streamed: bool, step: int, retry: bool) -> Headers:  # noqa: FBT001 - as in the key
         headers = self._retry_headers if retry else _NO_RETRY

@@ -7,6 +7,7 @@ hashed and measured, and unknown fields are never looked at. Which fields are th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -134,12 +135,25 @@ def _parsed(api: Api, fields: Any, model: str) -> Parsed:  # noqa: ANN401 - made
         max_tokens=_count(fields.max_completion_tokens)
         or _count(fields.max_output_tokens)
         or _count(fields.max_tokens),
-        choices=_count(fields.n) or 1,
+        choices=(_count(fields.n) or 1) * (_prompts(fields.prompt) if api.kind is Kind.COMPLETION else 1),
         cache_salt=_text(fields.cache_salt),
         session_key=_text(fields.prompt_cache_key) or _text(fields.user),
         stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
         stream_options=memoryview(fields.stream_options),
     )
+
+
+_PROMPTS_IN_A_LIST = re.compile(rb"\s*\[\s*[\"\[]")
+
+
+def _prompts(prompt: msgspec.Raw) -> int:
+    """How many prompts a completion has: a list is one of tokens, or of texts or lists of tokens, each a prompt."""
+    if not _PROMPTS_IN_A_LIST.match(prompt):
+        return 1
+    return len(_items.decode(prompt))
+
+
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def _stored(fields: _Body) -> Stored:

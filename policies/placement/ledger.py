@@ -129,7 +129,7 @@ class Ledger:
         `ttft_s`: of this, until the first token; None where that cannot be seen, as of an answer that came whole. What
         we expected stands in for it then, and the answer counts half.
         """
-        tokens = output_tokens / reservation.choices - 1.0
+        tokens = output_tokens / reservation.side_by_side - 1.0
         whole = ttft_s is None
         before_s = self._expected_ttft_s(reservation) if ttft_s is None else ttft_s
         if tokens >= (_FEWEST_OF_WHOLE if whole else _FEWEST_TIMED):

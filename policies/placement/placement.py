@@ -6,10 +6,10 @@ already finds the first one's blocks in the index and its load on the endpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import isfinite
 from random import Random
 from typing import TypeAlias
 
@@ -138,7 +138,7 @@ class Placement:
             ranking.order = [*ranking.order, *policy.rank(crowded, length - len(ranking.order)).order]
         first = int(view.slots.searchsorted(ranking.order[0]))
         addresses = state.addresses
-        if not isfinite(ranking.scores[first]):
+        if not math.isfinite(ranking.scores[first]):
             told = f"{addresses[ranking.order[0]]} with a score of {ranking.scores[first]}"
             raise BadScore(f"policy {policy.name!r} ranks {told}; scores must be finite")
         return Decision(
@@ -192,7 +192,8 @@ class Placement:
 
     def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
         blocks, tokens = self._blocks_of(request)
-        reservation.blocks, reservation.choices = blocks, request.choices
+        reservation.blocks = blocks
+        reservation.side_by_side = request.choices / self.waves(request, reservation.slot, state)
         reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
@@ -200,6 +201,12 @@ class Placement:
             reservation.class_name = request.class_name
             reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
             self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
+
+    def waves(self, request: InferenceRequest, slot: int, state: FleetState) -> int:
+        """In how many turns an engine writes all of a request's answers, if it does nothing else."""
+        if request.choices == 1:
+            return 1
+        return math.ceil(request.choices / (state.most_running.item(slot) or self.ledger.profile.max_num_seqs))
 
     def _blocks_of(self, request: InferenceRequest) -> tuple[Sequence[int], Sequence[int]]:
         """What the request will have in the cache: its prompt's blocks, and one of its own for all that is in none.

@@ -225,7 +225,7 @@ def test_how_many_answers_are_made_side_by_side_is_known_wherever_they_are(house
     seen = [flight.reservation]
     house.flights.on_attempt(Attempt(flight.request_id, other_than(flight), None))
     seen.append(flight.reservation)
-    assert [reservation.choices for reservation in seen if reservation] == [4, 4]
+    assert [reservation.side_by_side for reservation in seen if reservation] == [4, 4]
 
 
 def test_an_attempt_where_it_was_sent_changes_nothing(house: House) -> None:

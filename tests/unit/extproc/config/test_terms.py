@@ -66,6 +66,13 @@ def test_more_tokens_get_more_time() -> None:
     assert 3_300 <= limits_s[2] <= 1.25 * 3_300
 
 
+def test_answers_that_are_written_in_turns_get_the_time_of_all() -> None:
+    """An engine that runs 256 at once writes 2,560 in ten turns."""
+    request = InferenceRequest(Kind.COMPLETION, "m", "m", 10, max_tokens=9_000, choices=2_560)
+    told = dict(terms().headers(request, context_tokens=100_000.0, tokens_per_s=50.0, waves=10))
+    assert told[TOTAL] == asked(terms(), max_tokens=90_000)[TOTAL]
+
+
 def test_without_max_tokens_the_context_counts() -> None:
     """An answer is never longer than that."""
     assert asked(terms())[TOTAL] == asked(terms(), max_tokens=100_000)[TOTAL] != asked(terms(), max_tokens=10)[TOTAL]

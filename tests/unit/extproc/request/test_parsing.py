@@ -119,6 +119,15 @@ def test_max_tokens_is_a_count_or_nothing(fields: dict[str, Any], max_tokens: in
     assert parsed(json.dumps({"model": "m", "messages": [], **fields}).encode()).max_tokens == max_tokens
 
 
+@pytest.mark.parametrize(
+    ("prompt", "choices"),
+    [("a text", 2), (["one", "two", "three"], 6), ([1, 2, 3], 2), ([[1, 2], [3]], 4), ([], 2), ('["no list"]', 2)],
+)
+def test_every_prompt_of_a_completion_has_its_choices(prompt: object, choices: int) -> None:
+    """A list of numbers is one prompt, of tokens."""
+    assert parsed(json.dumps({"model": "m", "prompt": prompt, "n": 2}).encode(), Kind.COMPLETION).choices == choices
+
+
 @pytest.mark.parametrize(("n", "choices"), [(3, 3), (1, 1), (None, 1), (0, 1), ("4", 1), (True, 1)])
 def test_choices_are_counted(n: object, choices: int) -> None:
     """One where the body does not say, or says nonsense."""

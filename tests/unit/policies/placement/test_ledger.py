@@ -114,7 +114,7 @@ def test_what_was_learned_is_a_profile_again() -> None:
 
 
 def _decoded(ledger: Ledger, tokens: int, upstream_s: float, *, ttft_s: float | None = 0.0, choices: int = 1) -> None:
-    reservation = Reservation(0, 1, 100, 100, choices=choices)
+    reservation = Reservation(0, 1, 100, 100, side_by_side=choices)
     ledger.decoded(reservation, tokens, upstream_s, ttft_s)
 
 

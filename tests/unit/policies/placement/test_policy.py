@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -242,6 +243,17 @@ def test_credit_leaves_the_endpoint_that_failed(state: FleetState, request_of: R
     placement.moved(request, reservation, decision.order[1], state, 0.0)
     assert placement.index.held_tokens(first) == 300
     assert placement.index.held_tokens(decision.order[1]) == 900
+
+
+def test_an_engine_writes_so_many_answers_at_once_as_it_says(state: FleetState, request_of: Requests) -> None:
+    """What it cannot run at once takes turns; until it has said how many, its pool's profile holds."""
+    placement = _placement(Weighted(_DEFAULT))
+    told, silent = 0, 1
+    state.most_running[told] = 8
+    many = request_of(choices=10_000)
+    assert placement.waves(many, told, state) == 1_250
+    assert placement.waves(many, silent, state) == math.ceil(10_000 / placement.ledger.profile.max_num_seqs)
+    assert placement.waves(request_of(), told, state) == 1
 
 
 def test_a_stranger_to_the_pool_gets_no_credit(state: FleetState, request_of: Requests) -> None:
