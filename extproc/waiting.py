@@ -94,6 +94,9 @@ class WaitingEvents(Protocol):
     def queue_left(self, pool: str, class_name: str, how: str, waited_s: float) -> None:
         """A request waits no more."""
 
+    def queue_class_known(self, pool: str, class_name: str) -> None:
+        """There is such a class."""
+
     def queue_class_gone(self, pool: str, class_name: str) -> None:
         """There is no such class any more."""
 
@@ -247,6 +250,7 @@ class WaitingRoom:
         for name in gone:
             self._events.queue_class_gone(self.pool, name)
         for one in spec.classes:
+            self._events.queue_class_known(self.pool, one.name)
             self._changed(one.name)
         self.wake()
 

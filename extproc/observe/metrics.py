@@ -310,6 +310,11 @@ class Metrics:
         if how not in _DID_NOT_WAIT:
             self._child(self._queue_wait, pool, class_name).observe(waited_s)
 
+    def queue_class_known(self, pool: str, class_name: str) -> None:
+        """Its series begin with 0: the first event of one that appears with it shows in no rate."""
+        for how in _WAYS_TO_LEAVE:
+            self._child(self._queue_left, pool, class_name, how)
+
     def queue_class_gone(self, pool: str, class_name: str) -> None:
         """There is no such class any more."""
         self._forget((self._queue_requests, (pool, class_name)))
@@ -476,6 +481,9 @@ class Metrics:
 
 
 _DID_NOT_WAIT = frozenset({"full", "overflowed"})
+_WAYS_TO_LEAVE = (
+    "bound", "detour", "timeout", "client_gone", "shut_down", "reconfigured", "failed", *sorted(_DID_NOT_WAIT),
+)  # fmt: skip
 
 
 def _result(*, ok: bool) -> str:

@@ -104,6 +104,9 @@ class Counted:
         """Waits no more."""
         self.left.append((class_name, how))
 
+    def queue_class_known(self, pool: str, class_name: str) -> None:
+        """Not looked at."""
+
     def queue_class_gone(self, pool: str, class_name: str) -> None:
         """Not looked at."""
 

@@ -466,6 +466,21 @@ async def test_a_queue_that_has_begun_drains_as_fast_as_the_fleet_takes(monkeypa
     assert len(wakes) <= 12
 
 
+async def test_what_has_not_happened_yet_is_counted_as_none() -> None:
+    """A series that appears with its first event shows that event in no rate."""
+    house = House()
+    ways = ("bound", "detour", "timeout", "client_gone", "full", "overflowed", "shut_down", "reconfigured", "failed")
+    samples = [
+        house.metrics.registry.get_sample_value(
+            "pointsman_queue_left_total", {"pool": "chat", "class": name, "how": how}
+        )
+        for name in house.waiting()
+        for how in ways
+    ]
+    assert samples == [0.0] * len(samples)
+    assert samples
+
+
 async def test_without_tenants_flows_take_turns_by_the_gateways_header() -> None:
     """Whoever sends much delays himself."""
     house = House()
