@@ -24,7 +24,7 @@ from extproc.config.files import file_faults, file_warnings
 from extproc.config.loading import ConfigError, load
 from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
-from extproc.config.summary import access_line, pool_lines, tenant_lines
+from extproc.config.summary import access_line, guard_lines, pool_lines, tenant_lines
 from extproc.observe.logging import configure_logging
 from extproc.replay.command import replay
 
@@ -141,7 +141,12 @@ def check(
     loaded = _load(config)
     keys = _keys_of(loaded)
     _refuse_files(config, [*file_faults(loaded), *([keys] if isinstance(keys, str) else [])])
-    for line in (*pool_lines(loaded), access_line(loaded.access, int(keys)), *tenant_lines(loaded)):
+    for line in (
+        *pool_lines(loaded),
+        access_line(loaded.access, int(keys)),
+        *tenant_lines(loaded),
+        *guard_lines(loaded),
+    ):
         typer.echo(line)
     for warning in file_warnings(loaded):
         typer.echo(f"{config}: warning: {warning}", err=True)

@@ -9,6 +9,7 @@ from extproc.config.pool_policies import policy_of
 from extproc.config.schema import Config
 from extproc.config.sections.callers import Access
 from extproc.config.sections.endpoint_sources import Endpoints, Kubernetes
+from extproc.config.sections.queueing import PoolQueue
 from extproc.config.spaces import sections, seen_by
 from policies.placement.scorers import AFFINITY_SCORERS
 from policies.placement.weighted import WeightedSpec, bounded_weights
@@ -22,6 +23,22 @@ def pool_lines(config: Config) -> Iterator[str]:
         spec = policy_of(pool)
         if isinstance(spec, WeightedSpec):
             yield from (f"pool {pool.name}: {line}" for line in _bounded(spec))
+        if pool.queue is not None:
+            yield f"pool {pool.name}: {_queue(pool.queue)}"
+
+
+def guard_lines(config: Config) -> Iterator[str]:
+    """What one client may have, and what is searched for."""
+    guard = config.guard
+    if guard is None:
+        return
+    limits = (
+        f"{guard.requests.per_s:g} requests a second" if guard.requests else "",
+        f"{guard.concurrency} at once" if guard.concurrency else "",
+    )
+    each = f"each {guard.client}: {', '.join(filter(None, limits))}" if any(limits) else ""
+    patterns = f"patterns: {', '.join(sorted(guard.patterns))}" if guard.patterns else ""
+    yield f"guard: {'; '.join(filter(None, (each, patterns)))}"
 
 
 def tenant_lines(config: Config) -> Iterator[str]:
@@ -75,6 +92,11 @@ def _objects(kubernetes: Kubernetes) -> str:
     if kubernetes.endpoint_slices is not None:
         return f"EndpointSlices of {kubernetes.endpoint_slices.service}{where}"
     return f"InferencePool {kubernetes.inference_pool.name if kubernetes.inference_pool else ''}{where}"
+
+
+def _queue(queue: PoolQueue) -> str:
+    classes = ", ".join(f"{one.name} (weight {one.weight:g}, {one.places} places)" for one in queue.classes)
+    return f"queue of {classes}; late binding {'on' if queue.late_binding else 'off'}"
 
 
 def _bounded(spec: WeightedSpec) -> Iterator[str]:

@@ -66,6 +66,18 @@ def test_keys_in_both_places_are_counted(tmp_path: Path) -> None:
     assert f"access: 1 API keys ({tmp_path / 'keys.yaml'})" in result.stdout
 
 
+def test_the_queue_and_the_guard_are_told(tmp_path: Path) -> None:
+    """By what an operator would look for first; of what there is none, nothing."""
+    guard = "guard: {requests: {per_s: 5}, concurrency: 8, patterns: {card: {regex: '[0-9]{16}'}}}"
+    queue = "queue: {late_binding: false, classes: [{name: now, places: 10}, {name: later, places: 20}]}"
+    told = check(tmp_path, config(guard)).stdout
+    assert "guard: each address: 5 requests a second, 8 at once; patterns: card" in told.splitlines()
+    assert "queue of" not in told
+    with_queue = check(tmp_path, POOL.replace("POLICY", f", {queue}")).stdout
+    assert "pool chat: queue of now (weight 1, 10 places), later (weight 1, 20 places); late binding off" in with_queue
+    assert "guard:" not in with_queue
+
+
 def test_a_weight_that_does_not_count_as_written_is_told(tmp_path: Path) -> None:
     """And only that: a bound that binds nothing is not worth a line."""
     scorers = "{scorers: [{name: prefix_affinity, weight: WEIGHT}, {name: least_request, weight: 2}]}"
