@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -37,6 +37,9 @@ test-engine: $(READY) ## the tests over real vLLM servers on CPU; makes their en
 
 fuzz: $(READY) ## 50,000 generated requests through the whole path
 	FUZZ_EXAMPLES=50000 $(BIN)/pytest -q --timeout 3000 tests/unit/extproc/test_fuzz.py
+
+fuzz-lane: $(READY) ## 2,000 sessions of 30 streams from python-h2, at our own HTTP/2 and at both transports
+	FUZZ_SESSIONS=2000 $(BIN)/pytest -q --timeout 3000 tests/unit/extproc/wire/test_http2.py tests/conformance/test_hostile_bytes.py
 
 BENCH_POLICIES := default,least-request,round-robin,cache-aware,smg-cache-aware,aibrix-prefix,llm-d-default,dynamo-kv@exact,lmetric,preble-e2
 BENCH := --offline --engines 8 --resume .bench
