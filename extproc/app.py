@@ -198,6 +198,7 @@ class App:
         await self._health.stop()
         await self._admin.stop()
         await self._key_file.close()
+        self.pipeline.reader.close()
         if self._request_log is not None:
             await asyncio.to_thread(self._request_log.close)
         log.info("stopped", open_streams=self.flights.open_count)

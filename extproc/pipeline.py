@@ -31,6 +31,7 @@ from extproc.observe.request_log import RequestLog
 from extproc.precise import Found, Matcher
 from extproc.precise import apply as apply_found
 from extproc.quotas import Quotas
+from extproc.reading import READ_AT_ONCE_BYTES, BodyReader, ReadingEvents
 from extproc.reply import Answer, Headers, Pending, Reply, Route, refuse
 from extproc.request.apis import (
     BY_PATH,
@@ -47,7 +48,7 @@ from extproc.request.apis import (
     without_path,
 )
 from extproc.request.encodings import SUPPORTED, inflates_beyond
-from extproc.request.plans import Incoming, Plan, encoding_of, make_plan, plain_body, too_large, unknown_path
+from extproc.request.plans import Incoming, Plan, Read, encoding_of, make_plan, plain_body, too_large, unknown_path
 from extproc.request.stored import Made, StoredResponses
 from extproc.request.urgency import PRIORITY_HEADER, Urgency, flow_of, slo_ttft_s
 from extproc.retries import RetryBudgets
@@ -62,7 +63,7 @@ _INFLATED_AT_ONCE_BYTES = 256 * 1024
 """What is inflated on the loop: about a millisecond of text."""
 
 
-class PipelineEvents(WaitingEvents, Protocol):
+class PipelineEvents(WaitingEvents, ReadingEvents, Protocol):
     """Who counts what the pipeline does."""
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
@@ -120,6 +121,7 @@ class Pipeline:
         self._idempotency = idempotency
         self._stored = StoredResponses()
         self.matcher = Matcher()
+        self.reader = BodyReader(lambda: self.generation.config.limits.large_body_bytes, events)
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
@@ -161,15 +163,15 @@ class Pipeline:
         flight: Flight,
         headers: Mapping[str, str],
         body: bytes,
-        plain: bytes | Refusal | None,
+        read: Read | Refusal | None,
         found: Found | None = None,
     ) -> Reply | Pending:
-        """`plain`: the body as `plain_body` gave it; None to have it inflated, here or beside the loop.
+        """`read`: what was found in the body; None to have it read, at once or in steps.
 
         `found`: what the engines hold of the prompt, if that was asked before.
         """
         try:
-            outcome = self._decide(flight, headers, body, plain, found)
+            outcome = self._decide(flight, headers, body, read, found)
         except Exception as error:
             log.exception("decision failed", error=str(error))
             outcome = INTERNAL_ERROR
@@ -178,10 +180,17 @@ class Pipeline:
         self._refund(flight)  # it went nowhere, whatever kept it
         return self._refuse(flight, headers, outcome, len(body))
 
-    async def _decide_inflated(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply:
-        """The decision, once a thread has inflated the body. Cancelled with its stream, before anything is taken."""
-        plain = await asyncio.to_thread(plain_body, self.generation, headers, body)
-        reply = self._reply(flight, headers, body, plain)
+    def _read_in_steps(self, incoming: Incoming, flight: Flight) -> Pending | Refusal:
+        reading = self.reader.read(self.generation, incoming)
+        if isinstance(reading, Refusal):
+            return reading
+        decided = asyncio.ensure_future(self._decide_read(incoming, flight, reading))
+        decided.add_done_callback(lambda _: reading.cancel())  # also if it was cancelled before it began to wait
+        return Pending(decided)
+
+    async def _decide_read(self, incoming: Incoming, flight: Flight, reading: asyncio.Task[Read | Refusal]) -> Reply:
+        """The decision, once the body has been read. Cancelled with its stream, before anything is taken."""
+        reply = self._reply(flight, incoming.headers, incoming.body, await reading)
         return await reply.ready if isinstance(reply, Pending) else reply
 
     async def _decide_matched(
@@ -189,14 +198,14 @@ class Pipeline:
         flight: Flight,
         headers: Mapping[str, str],
         body: bytes,
-        plain: bytes | Refusal | None,
+        read: Read | Refusal | None,
         asked: asyncio.Future[Found],
     ) -> Reply:
         """The decision, once the senses have answered, or their time is over. Cancelled with its stream, as above.
 
-        The request is read once more: the world, and the config, may have moved meanwhile.
+        It is planned once more: the world, and the config, may have moved meanwhile.
         """
-        reply = self._reply(flight, headers, body, plain, await asked)
+        reply = self._reply(flight, headers, body, read, await asked)
         return await reply.ready if isinstance(reply, Pending) else reply
 
     def _refuse(
@@ -215,7 +224,7 @@ class Pipeline:
         flight: Flight,
         headers: Mapping[str, str],
         body: bytes,
-        plain: bytes | Refusal | None,
+        read: Read | Refusal | None,
         found: Found | None,
     ) -> Reply | Pending | Refusal:
         generation = self.generation
@@ -225,14 +234,13 @@ class Pipeline:
         if len(body) > generation.config.limits.request_body_bytes:
             return too_large(generation)
         api = _api(headers) or (guess(headers, body) if without_path(headers) else OTHER)
-        if plain is None and api.model_in in _WITH_BODIES and _inflates_slowly(headers, body):
-            return Pending(asyncio.ensure_future(self._decide_inflated(flight, headers, body)))
+        incoming = Incoming(api, headers, body, flight.request_id, read, flight.tenant)
+        if read is None and api.model_in in _WITH_BODIES and _reads_slowly(headers, body):
+            return self._read_in_steps(incoming, flight)
         if api.model_in is ModelIn.NOWHERE:
             return self._answer_models(generation, flight, headers)
         began = perf_counter()
-        plan = make_plan(
-            generation, self._stored, Incoming(api, headers, body, flight.request_id, plain, flight.tenant)
-        )
+        plan = make_plan(generation, self._stored, incoming)
         if isinstance(plan, Refusal):
             return plan
         plan.request.subset = _both(flight.subset, plan.request.subset)
@@ -241,14 +249,14 @@ class Pipeline:
         if objection is not None:
             return replace(objection, asked_model=plan.request.asked_model)
         if found is None and plan.target.pool.precise is not None and plan.request.prompt:
-            return self._look_up(flight, headers, body, plain, plan)
+            return self._look_up(flight, headers, body, read, plan)
         if found is not None:
             apply_found(found, plan.request)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        plan, held_bytes = _without_forged(generation, headers, plan), _held_bytes(body, plain, plan)
+        plan, held_bytes = _without_forged(generation, headers, plan), _held_bytes(body, read, plan)
         asked = Asked(generation, flight, headers, plan, len(body), held_bytes)
-        return self._place(asked, partial(self._reply, flight, headers, body, plain, found), parsed_at)
+        return self._place(asked, partial(self._reply, flight, headers, body, read, found), parsed_at)
 
     def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
         self._events.answered("models")
@@ -257,17 +265,17 @@ class Pipeline:
         return Answer(200, generation.space_of(flight.tenant).models_body, reason="models")
 
     def _look_up(
-        self, flight: Flight, headers: Mapping[str, str], body: bytes, plain: bytes | Refusal | None, plan: Plan
+        self, flight: Flight, headers: Mapping[str, str], body: bytes, read: Read | Refusal | None, plan: Plan
     ) -> Reply | Pending | Refusal:
         """Find out what the engines hold of the prompt, and decide then. A tenant over its quota asks for nothing."""
         over_quota = None if self._quotas is None else self._quotas.judge(flight, plan.request.input_tokens)
         if over_quota is not None:
             return replace(over_quota, asked_model=plan.request.asked_model)
-        text = plain_body(self.generation, headers, body) if plain is None else plain
-        asked = self._ask(plan, path_of(headers), cast("bytes", text))
+        text = read.plain if isinstance(read, Read) else cast("bytes", plain_body(self.generation, headers, body))
+        asked = self._ask(plan, path_of(headers), text)
         if isinstance(asked, asyncio.Future):
-            return Pending(asyncio.ensure_future(self._decide_matched(flight, headers, body, text, asked)))
-        return self._decide(flight, headers, body, text, asked)
+            return Pending(asyncio.ensure_future(self._decide_matched(flight, headers, body, read, asked)))
+        return self._decide(flight, headers, body, read, asked)
 
     def _ask(self, plan: Plan, path: str, plain: bytes) -> asyncio.Future[Found] | Fallback:
         """Have the senses say what the engines hold of the prompt."""
@@ -585,9 +593,9 @@ def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Pl
     return replace(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
 
 
-def _held_bytes(body: bytes, plain: bytes | Refusal | None, plan: Plan) -> int:
+def _held_bytes(body: bytes, read: Read | Refusal | None, plan: Plan) -> int:
     """The body, and of a compressed one what was inflated from it: kilobytes may have become megabytes."""
-    inflated = len(plain) if isinstance(plain, bytes) and plain is not body else 0
+    inflated = len(read.plain) if isinstance(read, Read) and read.plain is not body else 0
     prompt = len(plan.request.prompt)  # one that was not compressed is no longer than its body, and goes with it
     return len(body) + inflated + (prompt if prompt > len(body) else 0) + sum(len(one.text) for one in plan.splices)
 
@@ -610,8 +618,10 @@ def _declared_bytes(headers: Mapping[str, str]) -> float:
     return int(length) if len(length) <= _LONGEST_LENGTH else float("inf")
 
 
-def _inflates_slowly(headers: Mapping[str, str], body: bytes) -> bool:
-    """A compressed body that takes longer to read than others should wait for: megabytes out of kilobytes."""
+def _reads_slowly(headers: Mapping[str, str], body: bytes) -> bool:
+    """A body that takes longer to read than others should wait for; a compressed one may be megabytes in kilobytes."""
+    if len(body) > READ_AT_ONCE_BYTES:
+        return True
     return encoding_of(headers) in SUPPORTED and inflates_beyond(body, _INFLATED_AT_ONCE_BYTES)
 
 

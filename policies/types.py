@@ -102,6 +102,7 @@ class Reason(StrEnum):
     ALL_BUSY = "all_busy"
     MODEL_BREAKER = "model_breaker"
     TOO_MANY_REQUESTS = "too_many_requests"
+    TOO_MANY_LARGE_BODIES = "too_many_large_bodies"
     QUOTA_REQUESTS = "quota_requests"
     QUOTA_TOKENS = "quota_tokens"
     QUOTA_CONCURRENCY = "quota_concurrency"

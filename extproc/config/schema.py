@@ -106,6 +106,10 @@ class Limits(Model):
     """Every bound of the running system."""
 
     request_body_bytes: Positive = 32 * 1024 * 1024
+    large_body_bytes: Positive = Field(
+        512 * 1024 * 1024,
+        description="of bodies over 1 MiB that wait to be read, or kilobytes that inflate to more; beyond it 503",
+    )
     endpoints: Positive = 4_096
     open_requests: Positive = 100_000
     unsettled_requests: Positive = Field(100_000, description="finished requests waiting for their access-log entry")

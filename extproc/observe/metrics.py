@@ -99,6 +99,7 @@ class Metrics:
         self._malformed = self._counter("malformed_messages", "gRPC payloads that are not protocol messages", "service")
         self._lane_connections = self._gauge("lane_connections", "Connections of our own Envoy to the lane's sockets")
         self._lane_failures = self._counter("lane_failures", "Lane connections ended by a broken protocol", "code")
+        self._large_bodies = self._counter("large_bodies", "Large bodies, to be read between small ones", "result")
         self._entries = self._counter("access_log_entries", "Access-log entries", "kind", "result")
         self._envoy_answers = self._counter("envoy_answers", "Requests Envoy answered itself, undecided", "status")
         self._missing = self._counter("access_log_missing", "Finished requests whose entry never came")
@@ -336,6 +337,10 @@ class Metrics:
     def lane_failed(self, code: str) -> None:
         """A connection of the lane ended by a fault of the peer's."""
         self._child(self._lane_failures, code).inc()
+
+    def large_body(self, result: str) -> None:
+        """A large body was read, left before that, or refused."""
+        self._child(self._large_bodies, result).inc()
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""

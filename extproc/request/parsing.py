@@ -20,7 +20,8 @@ from extproc.request.apis import Api
 from extproc.request.blocks import block_hashes, block_tokens, seed_of
 from extproc.request.bounds import Bounds
 from extproc.request.splice import Splice, insert_field, locate
-from extproc.request.tokens import TokenRates, image_spans, prompt_tokens
+from extproc.request.steps import Steps, at_once
+from extproc.request.tokens import TokenRates, image_spans, prompt_token_steps
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
@@ -187,9 +188,17 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
 
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
     """The request as the policies see it; `model` is the name the engines serve, aliases resolved."""
+    return at_once(request_steps(parsed, model, rates, session_key=session_key))
+
+
+def request_steps(
+    parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None
+) -> Steps[InferenceRequest]:
+    """The same, in steps."""
     prompt = parsed.prompt
     images = image_spans(prompt)
-    tokens = prompt_tokens(prompt, images, rates)
+    yield
+    tokens = yield from prompt_token_steps(prompt, images, rates)
     hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
     return InferenceRequest(
         kind=parsed.kind,

@@ -7,6 +7,7 @@ anything: the same plan serves live requests and `explain`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 from urllib.parse import parse_qs
@@ -23,9 +24,11 @@ from extproc.request.parsing import (
     no_model,
     parse_body,
     parse_form,
+    request_steps,
     to_request,
 )
 from extproc.request.splice import Splice, apply, insert_field
+from extproc.request.steps import Steps, at_once
 from extproc.request.stored import PREFIX, StoredResponses
 from extproc.request.usage import AskedBy, ask_for_usage
 from policies.types import InferenceRequest, Reason, Refusal
@@ -37,7 +40,7 @@ _LONGEST_MODEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One request as it came, under the id we gave it. `plain`: what `plain_body` said, if it was asked before.
+    """One request as it came, under the id we gave it. `read`: what was found in its body, if it was read before.
 
     `tenant`: whose it is; None where everybody may call.
     """
@@ -46,8 +49,22 @@ class Incoming:
     headers: Mapping[str, str]
     body: bytes
     request_id: str
-    plain: bytes | Refusal | None = None
+    read: Read | Refusal | None = None
     tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was found in a body: all of a plan that takes time in proportion to its length.
+
+    It holds under the generation it was read by. `plain`: the body as it was before the client compressed it.
+    """
+
+    generation: Generation
+    plain: bytes
+    parsed: Parsed
+    target: Target
+    request: InferenceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +99,45 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 # -- a body that names its model
 
 
-def _from_json(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    default = generation.space_of(incoming.tenant).default_model
-    return _from_body(
-        generation, stored, incoming, lambda plain: parse_body(incoming.api, plain, default, generation.bounds)
-    )
+def _read_body(generation: Generation, incoming: Incoming) -> Read | Refusal:
+    """Read a body that names its model."""
+    plain = plain_body(generation, incoming.headers, incoming.body)
+    return plain if isinstance(plain, Refusal) else at_once(read_steps(generation, incoming, plain))
 
 
-def _from_form(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    default = generation.space_of(incoming.tenant).default_model
-    content_type = incoming.headers.get("content-type", "")
-    return _from_body(
-        generation, stored, incoming, lambda plain: parse_form(incoming.api, content_type, plain, default)
-    )
-
-
-def _from_body(
-    generation: Generation,
-    stored: StoredResponses,
-    incoming: Incoming,
-    parse: Callable[[bytes], Parsed | Refusal],
-) -> Plan | Refusal:
-    plain = incoming.plain or plain_body(generation, incoming.headers, incoming.body)
-    if isinstance(plain, Refusal):
-        return plain
-    parsed = parse(plain)
+def read_steps(generation: Generation, incoming: Incoming, plain: bytes) -> Steps[Read | Refusal]:
+    """Read it in steps of a millisecond or two, but for the decoder's, which cannot be cut."""
+    parsed = _parse(generation, incoming, plain)
+    yield
     if isinstance(parsed, Refusal):
         return parsed
     target = generation.space_of(incoming.tenant).targets.get(parsed.model)
     if target is None:
         return _unknown_model(parsed.model)
-    request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    request = yield from request_steps(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    return Read(generation, plain, parsed, target, request)
+
+
+def _parse(generation: Generation, incoming: Incoming, plain: bytes) -> Parsed | Refusal:
+    default = generation.space_of(incoming.tenant).default_model
+    if incoming.api.model_in is ModelIn.FORM:
+        return parse_form(incoming.api, incoming.headers.get("content-type", ""), plain, default)
+    return parse_body(incoming.api, plain, default, generation.bounds)
+
+
+def _read_before(generation: Generation, incoming: Incoming) -> Read | Refusal | None:
+    """What was read of it before, unless the config has changed since. A plan has a request of its own to change."""
+    read = incoming.read
+    if not isinstance(read, Read):
+        return read
+    return replace(read, request=copy(read.request)) if read.generation is generation else None
+
+
+def _from_body(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    read = _read_before(generation, incoming) or _read_body(generation, incoming)
+    if isinstance(read, Refusal):
+        return read
+    plain, parsed, target, request = read.plain, read.parsed, read.target, read.request
     refusal = _judge_parsed(generation, stored, incoming, parsed, request)
     if refusal is not None:
         return replace(refusal, asked_model=parsed.model)
@@ -234,8 +259,8 @@ def _bare_request(incoming: Incoming, asked_model: str, target: Target) -> Infer
 
 _Reader: TypeAlias = Callable[[Generation, StoredResponses, Incoming], Plan | Refusal]
 _READERS: dict[ModelIn, _Reader] = {
-    ModelIn.JSON: _from_json,
-    ModelIn.FORM: _from_form,
+    ModelIn.JSON: _from_body,
+    ModelIn.FORM: _from_body,
     ModelIn.QUERY: _from_query,
     ModelIn.PATH: _from_path,
     ModelIn.RESPONSE_ID: _from_response_id,

@@ -10,11 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from extproc.request.steps import Steps, at_once
+
 _CJK_LEADS = bytes(range(0xE3, 0xEE))
 """First bytes of UTF-8 for U+3000..U+DFFF: kana, CJK ideographs, Hangul. Each starts a 3-byte character."""
 _NOT_CJK_LEADS = bytes(set(range(256)) - set(_CJK_LEADS))
 _ESCAPE = b"\\u"
 _ESCAPE_BYTES = 6
+_STEP = 1 << 20
+"""Bytes of a long text that are counted in one step, about a millisecond."""
 _DATA_URL = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
 """Any media type, with parameters and escaped slashes; bounded, so that no input makes it search twice."""
 
@@ -32,8 +36,17 @@ class TokenRates:
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     """Tokens of raw JSON text without images, at least 1."""
-    cjk = 0 if text.isascii() else len(text.translate(None, _NOT_CJK_LEADS))
-    escaped = text.count(_ESCAPE)
+    return at_once(_estimate_steps(text, rates))
+
+
+def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
+    cjk = escaped = 0
+    for start in range(0, len(text), _STEP):
+        part = text[start : start + _STEP]  # of a text of one part no copy
+        cjk += 0 if part.isascii() else len(part.translate(None, _NOT_CJK_LEADS))
+        escaped += text.count(_ESCAPE, start, start + _STEP + 1)  # one may begin in this part and end in the next
+        if start + _STEP < len(text):
+            yield
     plain_bytes = len(text) - 3 * cjk - _ESCAPE_BYTES * escaped
     return max(1, round(plain_bytes / rates.bytes_per_token + (cjk + escaped) * rates.tokens_per_cjk_character))
 
@@ -47,9 +60,13 @@ def image_spans(text: bytes) -> list[Span]:
 
 def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int:
     """Tokens of a prompt with its inline images."""
-    if not images:
-        return estimate_tokens(text, rates)
-    return estimate_tokens(without(text, images), rates) + len(images) * rates.tokens_per_image
+    return at_once(prompt_token_steps(text, images, rates))
+
+
+def prompt_token_steps(text: bytes, images: Sequence[Span], rates: TokenRates) -> Steps[int]:
+    """The same, in steps."""
+    told = without(text, images) if images else text
+    return (yield from _estimate_steps(told, rates)) + len(images) * rates.tokens_per_image
 
 
 def without(text: bytes, spans: Sequence[Span]) -> bytes:

@@ -80,6 +80,7 @@ class Counted:
         self.fallbacks: list[str] = []
         self.left: list[tuple[str, str]] = []
         self.steps: Counter[str] = Counter()
+        self.large_bodies: list[str] = []
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
         """Routed."""
@@ -88,6 +89,10 @@ class Counted:
     def refused_with(self, reason: str, status: int) -> None:
         """Refused."""
         self.refusals.append((reason, status))
+
+    def large_body(self, result: str) -> None:
+        """Count it."""
+        self.large_bodies.append(result)
 
     def answered(self, what: str) -> None:
         """Answered here."""
@@ -941,6 +946,66 @@ async def test_a_client_that_leaves_while_its_body_is_inflated_takes_nothing() -
     with pytest.raises(asyncio.CancelledError):
         await later.ready
     assert house.booked() == (0, 0, 0)
+
+
+# -- large bodies
+
+ROOMY = CONFIG.replace("100000", "8000000, large_body_bytes: 5000000")
+
+
+def long_chat(size: int) -> bytes:
+    """A chat whose prompt has so many bytes."""
+    return b'{"model":"served","messages":[{"role":"user","content":"%s"}]}' % (b"word " * (size // 5))
+
+
+async def test_small_requests_pass_between_the_steps_of_large_bodies() -> None:
+    """One step of one body in a turn of the loop, first come first read; the decision is like any other."""
+    house = House(ROOMY)
+    large = [house.pipeline.decide(house.flights.open(), POST, long_chat(2_400_000)) for _ in range(2)]
+    first, second = (pending.ready for pending in large if isinstance(pending, Pending))
+    turns: list[int] = []
+    while not second.done():
+        turns.append(int(first.done()))
+        await asyncio.sleep(0)
+        small = house.flights.open()
+        assert isinstance(house.pipeline.decide(small, POST, long_chat(100)), Route)
+        small.close()
+    assert min(turns.count(0), turns.count(1)) >= 4
+    assert isinstance(first.result(), Route)
+    assert house.events.large_bodies == ["read", "read"]
+    assert house.pipeline.reader.held_bytes == 0
+    at_once = house.pipeline.explain(CHAT, long_chat(2_400_000))["input_tokens"]
+    assert max(prompt_tokens for _, _, _, prompt_tokens, _ in house.events.decisions) == at_once
+
+
+async def test_more_large_bodies_than_may_wait_are_refused() -> None:
+    """503 and when to try again; one alone is always read, and small ones go on."""
+    house = House(ROOMY)
+    first = house.pipeline.decide(house.flights.open(), POST, long_chat(6_000_000))
+    assert isinstance(first, Pending)
+    answer = house.pipeline.decide(house.flights.open(), POST, long_chat(1_200_000))
+    assert isinstance(answer, Answer)
+    assert house.events.refusals == [("too_many_large_bodies", 503)]
+    assert ("retry-after", "1") in answer.headers
+    assert isinstance(house.pipeline.decide(house.flights.open(), POST, long_chat(100)), Route)
+    assert isinstance(await first.ready, Route)
+    assert house.events.large_bodies == ["refused", "read"]
+
+
+async def test_a_large_body_whose_client_leaves_is_read_no_further() -> None:
+    """Before its turn or within it; the next is read, and what it held is given back."""
+    house = House(ROOMY)
+    waiting = [house.pipeline.decide(house.flights.open(), POST, long_chat(1_200_000)) for _ in range(3)]
+    first, second, third = (pending.ready for pending in waiting if isinstance(pending, Pending))
+    second.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    assert isinstance(await third, Route)
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert sorted(house.events.large_bodies) == ["left", "left", "read"]
+    assert house.pipeline.reader.held_bytes == 0
+    assert house.booked()[0] == 1
 
 
 # -- access
