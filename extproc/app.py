@@ -40,6 +40,7 @@ from extproc.guard import guard_of
 from extproc.idempotency import Idempotency
 from extproc.launcher import write_last_good
 from extproc.observe.decisions import DecisionLog
+from extproc.observe.loop_lag import LoopLag
 from extproc.observe.metrics import Metrics
 from extproc.observe.request_log import RequestLog
 from extproc.outcomes import Outcomes
@@ -75,6 +76,10 @@ _TICK_S = 0.25
 """How often overdue access-log entries, leaving endpoints and our own readiness are looked at."""
 _STOP_GRACE_S = 0.2
 """Decisions take microseconds; what is still open then are streams, and those outlive us (failure_mode_allow)."""
+
+
+_GARBAGE_AFTER = 50_000
+"""Objects in cycles that may gather; requests make none, and looking for them costs milliseconds with many streams."""
 
 
 class App:
@@ -139,6 +144,7 @@ class App:
         self._lane = self._make_lane(config)
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
+        self._loop_lag = LoopLag()
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- start and stop
@@ -148,6 +154,7 @@ class App:
         config = self.generation.config
         self.metrics.observe_state(self._state, self._stream_counts, time.monotonic, self._pool_loads)
         self.metrics.observe_breakers(self._breaking.figures)
+        self.metrics.observe_loop(self._loop_lag)
         self.metrics.generation_in_force(self.generation.number)
         self._health = HealthServer(config.listen.health)
         self._server = envoy_server(
@@ -166,6 +173,8 @@ class App:
         # Everything made so far stays: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GARBAGE_AFTER)
+        self._loop_lag.start()
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
     def _make_lane(self, config: Config) -> EnvoyLane | None:
@@ -187,6 +196,7 @@ class App:
     async def stop(self) -> None:
         """Stop taking requests, then listening. Running streams go on without us."""
         self.pipeline.stop()
+        self._loop_lag.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -16,6 +16,7 @@ from extproc.cli import cli
 from extproc.config.loading import load, parse
 from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
+from extproc.observe.loop_lag import LoopLag
 from extproc.observe.metrics import Metrics
 from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS
@@ -178,6 +179,7 @@ def _families() -> list[Metric]:
                "requests_unsettled", "prefill_rates_misread_total", "guard_clients_forgotten_total")  # fmt: skip
     metrics.observe_state(state, lambda: dict.fromkeys(streams, 0.0), lambda: 0.0)
     metrics.observe_breakers(list)
+    metrics.observe_loop(LoopLag())
     return list(metrics.registry.collect())
 
 
