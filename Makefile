@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-streams lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -87,6 +87,9 @@ bench-classes: $(READY) ## two classes at three times what engines can do, throu
 
 bench-flood: $(READY) ## a tenant at twenty times its quota, through a real Envoy
 	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.flood $(ARGS)
+
+bench-streams: $(READY) ## thousands of slow streams through a real Envoy, by both transports
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.streams $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
