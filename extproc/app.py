@@ -85,7 +85,15 @@ _GARBAGE_AFTER = 50_000
 class App:
     """One running system. `config_path` is followed for changes; `last_good` is kept at the config in force."""
 
-    def __init__(self, config: Config, config_path: Path | None = None, *, last_good: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        config_path: Path | None = None,
+        *,
+        last_good: Path | None = None,
+        lane: Path | None = None,
+    ) -> None:
+        """`lane`: its folder, where the config names none."""
         self._config_path = config_path
         self._last_good = last_good
         self.generation = Generation(1, config)
@@ -141,7 +149,7 @@ class App:
         self.pipeline.matcher.on_indexed = self.metrics.indexed
         self.fleet.on_suspicion = self._senses.probe_now
         self._access_log = AccessLog(self.flights, self.metrics, self._outcomes.stray)
-        self._lane = self._make_lane(config)
+        self._lane = self._make_lane(config.listen.lane_folder or lane)
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
         self._loop_lag = LoopLag()
@@ -177,8 +185,7 @@ class App:
         self._loop_lag.start()
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
-    def _make_lane(self, config: Config) -> EnvoyLane | None:
-        folder = config.listen.lane
+    def _make_lane(self, folder: Path | None) -> EnvoyLane | None:
         if folder is None:
             return None
         return EnvoyLane(folder, self.flights, self.pipeline, self._access_log, self.metrics, hold_s=HOLD_S)

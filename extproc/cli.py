@@ -90,6 +90,7 @@ def up(
 def serve(
     config: ConfigPath,
     last_good: Annotated[Path | None, typer.Option(hidden=True, help="where `up` has us keep the config")] = None,
+    lane: Annotated[Path | None, typer.Option(hidden=True, help="where the Envoy of `up` comes to us")] = None,
 ) -> None:
     """Run the decision process alone; your own Envoy talks to it."""
     import uvloop
@@ -109,18 +110,18 @@ def serve(
         log.error("the config file is not valid: started with the last good one", faults=faults)
     raise_file_limit()
     try:
-        uvloop.run(_serve(loaded, config.resolve(), last_good))
+        uvloop.run(_serve(loaded, config.resolve(), last_good, lane))
     except (PortTaken, BadCertificate, OSError) as error:
         _fail(str(error))
 
 
-async def _serve(config: Config, path: Path, last_good: Path | None) -> None:
+async def _serve(config: Config, path: Path, last_good: Path | None, lane: Path | None) -> None:
     from extproc.app import App
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = App(config, path, last_good=last_good)
+    app = App(config, path, last_good=last_good, lane=lane)
     await app.start()
     await stop.wait()
     await app.stop()

@@ -32,6 +32,7 @@ import aiohttp
 import structlog
 
 from extproc.config.schema import Config
+from extproc.config.sections.listen import LONGEST_LANE, fits_a_socket
 
 log = structlog.get_logger(__name__)
 
@@ -152,6 +153,20 @@ def _lives(pid: int) -> bool:
     return True
 
 
+def _lane_for(config: Config, folder: Path) -> Path | None:
+    """`folder` for a lane that the config leaves to us. None if it says itself, or if the path is too long."""
+    if config.listen.lane is not None:
+        return None
+    if not fits_a_socket(folder):
+        log.warning("no lane: Envoy comes by gRPC, which costs more", folder=str(folder), longest=LONGEST_LANE)
+        return None
+    return folder
+
+
+def _with_lane(config: Config, folder: Path) -> Config:
+    return config.model_copy(update={"listen": config.listen.model_copy(update={"lane": folder})})
+
+
 @dataclass(slots=True)
 class _Child:
     """One process to keep running. Once stopped it is not started again."""
@@ -233,6 +248,8 @@ class Launcher:
         write_last_good(last_good, config)
         # -P: else a file in the operator's folder that is named like a module of ours would be imported in its place
         serve = [sys.executable, "-P", "-m", "extproc.cli", "serve", str(config_path), "--last-good", str(last_good)]
+        self._lane = _lane_for(config, self._run / "lane")
+        serve += [] if self._lane is None else ["--lane", str(self._lane)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
         # `misc` warns of every message its authors have not declared stable; that choice is ours and made.
         quiet = ["--disable-hot-restart", "-l", "warning", "--component-log-level", "misc:error"]
@@ -264,7 +281,8 @@ class Launcher:
     def _write_envoy_config(self) -> None:
         from extproc.control.envoy_config import bootstrap, to_yaml
 
-        text = to_yaml(bootstrap(self._config, admin_socket=str(self._admin_socket)))
+        config = self._config if self._lane is None else _with_lane(self._config, self._lane)
+        text = to_yaml(bootstrap(config, admin_socket=str(self._admin_socket)))
         (self._run / "envoy.yaml").write_text(text, encoding="utf-8")
 
     async def _keep(self, child: _Child) -> None:

@@ -80,7 +80,7 @@ def pointsman_cluster(config: Config) -> envoy.Cluster:
 
 def lane_clusters(config: Config) -> list[envoy.Cluster]:
     """One cluster per socket of the lane, if there is one."""
-    folder = config.listen.lane
+    folder = config.listen.lane_folder
     return (
         []
         if folder is None
@@ -105,7 +105,7 @@ def _lane_cluster(config: Config, name: str, path: Path) -> envoy.Cluster:
 
 def service_for(config: Config, socket: str) -> str:
     """The cluster that carries the method served at one of the lane's sockets."""
-    return POINTSMAN_CLUSTER if config.listen.lane is None else LANE_CLUSTERS[socket]
+    return POINTSMAN_CLUSTER if config.listen.lane_folder is None else LANE_CLUSTERS[socket]
 
 
 def load_assignment(cluster_name: str, addresses: Iterable[str]) -> envoy.ClusterLoadAssignment:

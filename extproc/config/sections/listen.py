@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +12,11 @@ from extproc.config.sections.fields import Model, check_address, check_reachable
 
 LONGEST_LANE = 80
 """Of the lane's folder: with a socket's name behind it, it must fit into the 107 bytes that a Unix address has."""
+
+
+def fits_a_socket(folder: Path) -> bool:
+    """Whether a socket of the lane in `folder` has an address that can be bound."""
+    return len(os.fsencode(folder.absolute())) <= LONGEST_LANE
 
 
 class Tls(Model):
@@ -28,7 +34,9 @@ class Listen(Model):
     grpc: str = Field("127.0.0.1:9004", description="ext_proc, access logs and xDS, plaintext HTTP/2")
     grpc_from_envoy: str | None = Field(None, description="where Envoy finds `grpc`: IP:port or name:port")
     grpc_tls: str | None = Field(None, description="the same over TLS, by convention on port 9002")
-    lane: Path | None = Field(None, description="folder for Unix sockets by which an Envoy of ours on this host comes")
+    lane: Path | Literal[False] | None = Field(
+        None, description="folder for Unix sockets by which an Envoy of ours on this host comes; off: it goes to `grpc`"
+    )
     health: str = Field("127.0.0.1:9003", description="gRPC health checks")
     tls: Tls | None = Field(None, description="for `grpc_tls`; a self-signed certificate is made without it")
     http_tls: Tls | None = Field(None, description="for Envoy's `http`: clients speak TLS, HTTP/2 or HTTP/1.1 by ALPN")
@@ -46,12 +54,23 @@ class Listen(Model):
     def _check_reachable(cls, value: str | None) -> str | None:
         return None if value is None else check_reachable(value)
 
+    @field_validator("lane", mode="before")
+    @classmethod
+    def _off_is_no_folder(cls, value: object) -> object:
+        """YAML reads a plain `off` as false; in quotes it is meant the same."""
+        return False if value == "off" else value
+
     @field_validator("lane")
     @classmethod
-    def _fits_a_socket(cls, value: Path | None) -> Path | None:
-        if value is not None and len(str(value.absolute())) > LONGEST_LANE:
+    def _fits_a_socket(cls, value: Path | Literal[False] | None) -> Path | Literal[False] | None:
+        if isinstance(value, Path) and not fits_a_socket(value):
             raise ValueError(f"a Unix socket's path must be short: {LONGEST_LANE} characters for the folder")
         return value
+
+    @property
+    def lane_folder(self) -> Path | None:
+        """The folder, where one is named."""
+        return self.lane or None
 
     @property
     def envoy_dials(self) -> str:

@@ -375,10 +375,62 @@ def test_the_children_are_serve_and_envoy(launcher: Launcher) -> None:
     """With the config, the allocator's settings, and as many workers as asked for."""
     last_good = str(launcher._run / "last-good.json")
     assert load(Path(last_good)) == launcher._config
-    assert launcher._serve.command[-4:] == ["serve", "/etc/pointsman.yaml", "--last-good", last_good]
+    lane = str(launcher._run / "lane")
+    assert launcher._serve.command[-6:] == ["serve", "/etc/pointsman.yaml", "--last-good", last_good, "--lane", lane]
     assert launcher._serve.environment == ALLOCATOR
     assert launcher._envoy.command[:3] == ["/nowhere/envoy", "-c", str(launcher._run / "envoy.yaml")]
     assert launcher._envoy.command[-2:] == ["--concurrency", "2"]
+
+
+LISTENING = "listen: {{http: '127.0.0.1:1'{lane}}}\npools: [{{name: p, models: [m], endpoints: {{static: []}}}}]"
+
+
+def started_with(lane: str) -> tuple[list[str], str]:
+    """The decision process's arguments and Envoy's configuration, for an addition to `listen`."""
+    launcher = Launcher(parse(LISTENING.format(lane=lane)), Path("/etc/pointsman.yaml"))
+    try:
+        launcher._write_envoy_config()
+        return launcher._serve.command, (launcher._run / "envoy.yaml").read_text(encoding="utf-8")
+    finally:
+        launcher._folder.remove()
+
+
+@pytest.fixture
+def _an_envoy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somewhere."""
+    monkeypatch.setattr(module, "find_envoy", lambda: "/nowhere/envoy")
+
+
+@pytest.mark.usefixtures("_an_envoy")
+def test_both_sides_of_the_lane_are_given_the_same_folder() -> None:
+    """The one in the run folder, which nobody else may enter."""
+    command, envoy = started_with("")
+    folder = command[command.index("--lane") + 1]
+    assert f"path: {folder}/ext_proc.sock" in envoy
+    assert f"path: {folder}/access_log.sock" in envoy
+
+
+@pytest.mark.usefixtures("_an_envoy")
+@pytest.mark.parametrize("lane", [", lane: off", ", lane: 'off'", ", lane: /run/p/lane"])
+def test_what_the_config_says_of_the_lane_holds(lane: str) -> None:
+    """None, or one elsewhere, of which both hear by the config."""
+    command, envoy = started_with(lane)
+    assert "--lane" not in command
+    assert ("ext_proc.sock" in envoy) == ("/run" in lane)
+    assert "path: /run/p/lane/ext_proc.sock" in envoy or "off" in lane
+
+
+@pytest.mark.usefixtures("_an_envoy")
+def test_where_the_run_folder_lies_too_deep_it_goes_by_grpc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And says so, once."""
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with capture_logs() as logs:
+        command, envoy = started_with("")
+    assert "--lane" not in command
+    assert ".sock" not in envoy.replace("envoy-admin.sock", "")
+    assert [entry["event"] for entry in logs] == ["no lane: Envoy comes by gRPC, which costs more"]
 
 
 async def test_told_to_stop_it_stops_envoy_first(house: House, launcher: Launcher) -> None:
