@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from envoy.data.accesslog.v3 import accesslog_pb2
@@ -116,6 +116,8 @@ _parse = ext_proc.ProcessingRequest.FromString
 
 def read(raw: bytes) -> Received:
     """Decode one ProcessingRequest. Raises Malformed."""
+    if len(raw) > _LARGE_BYTES and (body := _whole_body(raw)) is not None:
+        return body
     try:
         message = _parse(raw)
     except Exception as error:  # upb's DecodeError has no public name of its own
@@ -128,7 +130,7 @@ def read(raw: bytes) -> Received:
         received.response_mode = _BODY_MODES.get(modes.response_body_mode, BodyMode.UNKNOWN)
     if phase is Phase.REQUEST_HEADERS:
         sent = message.request_headers
-        received.headers = {h.key: h.value or h.raw_value.decode("utf-8", "replace") for h in sent.headers.headers}
+        received.headers = {h.key: str(h.raw_value, "utf-8", "replace") or h.value for h in sent.headers.headers}
         if received.body_mode is BodyMode.UNSTATED:  # NGINX's shim spells names as Go does, Content-Type
             received.headers = {name.lower(): value for name, value in received.headers.items()}
         received.end_of_stream = sent.end_of_stream
@@ -139,6 +141,37 @@ def read(raw: bytes) -> Received:
         part = message.request_body if phase is Phase.REQUEST_BODY else message.response_body
         received.body, received.end_of_stream = part.body, part.end_of_stream
     return received
+
+
+_LARGE_BYTES = 16_384
+"""From here on copying costs more than reading: upb copies a body into its message, and once more out of it."""
+_BODY_TAG, _BYTES_TAG, _END_OF_STREAM = b"\x22", b"\x0a", b"\x10\x01"
+"""ProcessingRequest.request_body; in it HttpBody.body and `end_of_stream: true`."""
+
+
+def _whole_body(raw: bytes) -> Received | None:
+    """A message that is nothing but a request body, read by hand with one copy; None for any other, which upb reads."""
+    outer = _length_at(raw, 1) if raw.startswith(_BODY_TAG) else None
+    if outer is None or outer[0] + outer[1] != len(raw) or raw[outer[0] : outer[0] + 1] != _BYTES_TAG:
+        return None
+    inner = _length_at(raw, outer[0] + 1)
+    if inner is None:
+        return None
+    end = inner[0] + inner[1]
+    rest = raw[end : end + 3]
+    if end > len(raw) or (rest and rest != _END_OF_STREAM):
+        return None
+    return Received(Phase.REQUEST_BODY, body=raw[inner[0] : end], end_of_stream=bool(rest))
+
+
+def _length_at(raw: bytes, at: int) -> tuple[int, int] | None:
+    """The length that stands there as a varint, after where it begins to count; None for one beyond 32 bits."""
+    value = 0
+    for shift, byte in enumerate(raw[at : at + 5]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return at + shift + 1, value
+    return None
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:
@@ -256,16 +289,54 @@ def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
 
 
 def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
-    response = ext_proc.ProcessingResponse()
-    response.CopyFrom(_route_template(phase, route.cluster, route.headers, route.model))
-    common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
-    _set_destination(response, common, route.addresses, route.request_id)
-    common.header_mutation.remove_headers.extend(route.remove_headers)
+    """The parts one after the other: protobuf reads messages written in a row as one, lists and maps joined."""
+    terms = _terms_part(phase, route.cluster, route.headers, route.model, route.remove_headers)
+    before, after = _request_id_part(phase)
+    parts = [terms, _destination_part(phase, route.addresses), before, route.request_id.encode(), after]
     if route.splices and phase is Phase.REQUEST_BODY:
-        edited = apply(body, route.splices)
-        common.body_mutation.body = edited
-        _set_header(common, "content-length", str(len(edited)))
+        parts.append(_body_part(apply(body, route.splices)))
+    return b"".join(parts)
+
+
+def _body_part(body: bytes) -> bytes:
+    response = ext_proc.ProcessingResponse()
+    common = response.request_body.response
+    common.body_mutation.body = body
+    _set_header(common, "content-length", str(len(body)))
     return bytes(response.SerializeToString())
+
+
+@lru_cache(maxsize=4096)
+def _terms_part(
+    phase: Phase, cluster: str, headers: tuple[tuple[str, str], ...], model: str, remove_headers: tuple[str, ...]
+) -> bytes:
+    """What requests for one model on the same terms have in common."""
+    response = ext_proc.ProcessingResponse()
+    response.CopyFrom(_route_template(phase, cluster, headers, model))
+    _common(response, phase).header_mutation.remove_headers.extend(remove_headers)
+    return bytes(response.SerializeToString())
+
+
+@lru_cache(maxsize=4096)
+def _destination_part(phase: Phase, addresses: tuple[str, ...]) -> bytes:
+    """The endpoints; with the lists of three that a fleet of sixteen has there are some thousands."""
+    response = ext_proc.ProcessingResponse()
+    _set_destination(response, _common(response, phase), addresses)
+    return bytes(response.SerializeToString())
+
+
+@cache
+def _request_id_part(phase: Phase) -> tuple[bytes, bytes]:
+    """What stands before and after the request id. Ids are all of one length."""
+    placeholder = "0" * 2 * REQUEST_ID_BYTES
+    response = ext_proc.ProcessingResponse()
+    _set_header(_common(response, phase), REQUEST_ID_HEADER, placeholder)
+    before, _, after = bytes(response.SerializeToString()).partition(placeholder.encode())
+    return before, after
+
+
+def _common(response: ext_proc.ProcessingResponse, phase: Phase) -> ext_proc.CommonResponse:
+    return (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
 
 
 def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> list[bytes]:
@@ -276,7 +347,8 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
     """
     response = ext_proc.ProcessingResponse()
     response.CopyFrom(_route_template(Phase.REQUEST_HEADERS, route.cluster, route.headers, route.model))
-    _set_destination(response, response.request_headers.response, route.addresses, route.request_id)
+    _set_destination(response, response.request_headers.response, route.addresses)
+    _set_header(response.request_headers.response, REQUEST_ID_HEADER, route.request_id)
     response.request_headers.response.header_mutation.remove_headers.extend(route.remove_headers)
     fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
     fields["request_id"].string_value = route.request_id
@@ -285,13 +357,12 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
 
 
 def _set_destination(
-    response: ext_proc.ProcessingResponse, common: ext_proc.CommonResponse, addresses: tuple[str, ...], request_id: str
+    response: ext_proc.ProcessingResponse, common: ext_proc.CommonResponse, addresses: tuple[str, ...]
 ) -> None:
     """The endpoints, as header and as metadata: gateways read the one or the other, and the two must not differ."""
     destination = ",".join(addresses)
     _set_header(common, DESTINATION_HEADER, destination)
     _set_header(common, FIRST_CHOICE_HEADER, addresses[0])
-    _set_header(common, REQUEST_ID_HEADER, request_id)
     metadata = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     metadata.fields[DESTINATION_HEADER].string_value = destination
 
@@ -302,7 +373,7 @@ def _route_template(
 ) -> ext_proc.ProcessingResponse:
     """What requests for one model on the same terms have in common; some dozens per model, and bounded all the same."""
     response = ext_proc.ProcessingResponse()
-    common = (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
+    common = _common(response, phase)
     _set_header(common, CLUSTER_HEADER, cluster)
     for name, value in headers:
         _set_header(common, name, value)

@@ -22,7 +22,7 @@ _READY, _WARMING, _DEGRADED = int(State.READY), int(State.WARMING), int(State.DE
 Filter: TypeAlias = Callable[[View], Mask | None]
 
 
-def ready(view: View) -> Mask:
+def ready(view: View) -> Mask | None:
     """In state Ready, Warming or Degraded, and acknowledged by every connected Envoy.
 
     The latter two are left out by chance, so that their share of the requests is what they can bear; unless they are
@@ -31,6 +31,8 @@ def ready(view: View) -> Mask:
     state, slots = view.state, view.slots
     states = state.state[slots]
     takes: Mask = (states == _READY) & state.routable[slots]
+    if np.count_nonzero(takes) == len(takes):  # the usual case; it counts in a tenth of the time of all()
+        return None
     in_part = ((states == _WARMING) | (states == _DEGRADED)) & state.routable[slots]
     if not in_part.any():
         return takes
@@ -44,20 +46,20 @@ def model(view: View) -> Mask:
     return view.state.serving(view.request.model)[view.slots]
 
 
-def excluded(view: View) -> Mask:
+def excluded(view: View) -> Mask | None:
     """Not named by the request as one to avoid."""
     unwanted = view.request.excluded
     if not unwanted:
-        return np.ones(len(view.slots), np.bool_)
+        return None
     addresses = view.state.addresses
     return np.fromiter((addresses[slot] not in unwanted for slot in view.slots), np.bool_, len(view.slots))
 
 
-def subset(view: View) -> Mask:
+def subset(view: View) -> Mask | None:
     """Among the addresses the gateway allows; an entry without a port allows every port of its host."""
     allowed = view.request.subset
     if allowed is None:
-        return np.ones(len(view.slots), np.bool_)
+        return None
     addresses = [str(view.state.addresses[slot]) for slot in view.slots]
     return np.array([address in allowed or address.rpartition(":")[0] in allowed for address in addresses], np.bool_)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, isfinite
 from random import Random
 from typing import TypeAlias
 
@@ -16,18 +17,33 @@ Picker: TypeAlias = Callable[[Floats, int, Random, float], list[int]]
 Scores within `margin` of the best are equal to it.
 """
 
+_FEW = 64
 _TIE = 1e-9
 """Scores closer than this are equal: far below any weight, far above float noise."""
 
 
 def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The highest scores, best first."""
+    if len(scores) <= _FEW and isfinite(sum(few := scores.tolist())):
+        return _best_of_few(few, min(length, len(few)), rng, margin)
     left = scores.astype(np.float64, copy=True)
     order = []
     for _ in range(min(length, len(left))):
         position = _best(left, rng, margin)
         order.append(position)
         left[position] = -np.inf
+    return order
+
+
+def _best_of_few(left: list[float], length: int, rng: Random, margin: float) -> list[int]:
+    """The same for a short list of finite scores: three array operations a place cost more than a look at all."""
+    order = []
+    for _ in range(length):
+        least = max(left) - (margin + _TIE)
+        tied = [position for position, score in enumerate(left) if score >= least]
+        position = tied[0] if len(tied) == 1 else tied[rng.randrange(len(tied))]
+        order.append(position)
+        left[position] = -inf
     return order
 
 

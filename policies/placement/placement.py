@@ -109,7 +109,8 @@ class Placement:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""
         unmatched = np.zeros(len(self.members))
         view = View(request, state, self.members, unmatched, now_s, rng, self.index, self.ledger)
-        return view.take(ready(view))
+        taking = ready(view)
+        return view if taking is None else view.take(taking)
 
     def choose(
         self,
@@ -152,7 +153,7 @@ class Placement:
             ranking=ranking,
             filtered=filtered,
             slot_addresses=addresses,
-            fallbacks=_fallbacks(view),
+            fallbacks=_fallbacks(view, ranking.order[0]),
             precise=request.precise is not None,
         )
 
@@ -267,7 +268,7 @@ class Placement:
             if not len(view.slots):
                 break
             mask = None if may_wait and keep is busy else keep(view)
-            if mask is None or mask.all():
+            if mask is None or np.count_nonzero(mask) == len(mask):
                 continue
             filtered = (*filtered, *_named(name, view.take(~mask)))
             view = view.take(mask)
@@ -298,14 +299,14 @@ def _choice(matched_tokens: Floats, first: int) -> Choice:
     return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
 
 
-def _fallbacks(view: View) -> tuple[Fallback, ...]:
-    """What the ranking had to do without."""
+def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:
+    """What the ranking had to do without; `first` is the slot it chose."""
     missing = view.request.without
     if view.fell_back:
         missing += (Fallback.STALE_FIGURES,)
     precise = view.request.precise
     if precise is not None and any(not precise.sees(str(view.state.addresses[slot])) for slot in view.slots.tolist()):
         missing += (Fallback.PREFIX_BLIND,)
-    if exceeds_context(view):
+    if view.state.context_tokens.item(first) < view.request.input_tokens and exceeds_context(view):
         missing += (Fallback.CONTEXT_ESTIMATE,)
     return missing

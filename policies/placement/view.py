@@ -115,8 +115,10 @@ class View:
     @property
     def foreign(self) -> Floats:
         """Requests in the engines that are none of ours, by their scrapes; none where those are stale."""
-        foreign: Floats = np.where(self.stale, 0.0, self.state.foreign[self.slots])
-        return foreign
+        foreign: Floats = self.state.foreign[self.slots]
+        if not np.count_nonzero(foreign):
+            return foreign
+        return np.where(self.stale, 0.0, foreign)
 
     @property
     def stale(self) -> Mask:
@@ -162,7 +164,7 @@ class View:
     @property
     def any_stale(self) -> bool:
         """Whether any candidate's figures are."""
-        return bool(self.stale.any())
+        return bool(np.count_nonzero(self.stale))
 
     def fresh_or(self, observed: Floats, ours: Floats) -> Floats:
         """The scraped figure where it is fresh, our own accounting where it is stale."""

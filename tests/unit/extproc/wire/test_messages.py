@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from extproc.flight import Attempt, Completion, Usage
 from extproc.reply import Answer, Route
 from extproc.request.splice import Splice
+from extproc.wire import messages
 from extproc.wire.messages import (
     CONTINUE,
     BodyMode,
@@ -109,6 +110,51 @@ def test_a_request_body_is_read() -> None:
     message.request_body.end_of_stream = True
     received = read(message.SerializeToString())
     assert (received.phase, received.body, received.end_of_stream) == (Phase.REQUEST_BODY, b"\x00{}\xff", True)
+
+
+def as_upb_reads(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    """What is made of a message by hand and by upb; Malformed as its class."""
+    found: list[object] = []
+    for large in (0, 1 << 40):
+        monkeypatch.setattr(messages, "_LARGE_BYTES", large)
+        try:
+            found.append(read(raw))
+        except Malformed:
+            found.append(Malformed)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("end_of_stream", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000, 3_000_000])
+def test_a_large_body_is_read_by_hand(
+    size: int,
+    end_of_stream: bool,  # noqa: FBT001 - a case
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same as upb reads, and without it."""
+    message = ext_proc.ProcessingRequest()
+    message.request_body.body, message.request_body.end_of_stream = b"\x0a" * size, end_of_stream
+    by_hand, by_upb = as_upb_reads(message.SerializeToString(), monkeypatch)
+    assert by_hand == by_upb
+    monkeypatch.setattr(messages, "_LARGE_BYTES", 16_384)
+    monkeypatch.setattr(messages, "_parse", None)
+    assert size < 16_384 or read(message.SerializeToString()) == by_hand
+
+
+PARTS = (
+    "22", "0a", "1001", "1000", "22030a0178", "22050a01781001", "8000", "1200", "05", "02", "00", "858000", "616263",
+    "ffffffff7f", "3801", "0a0178", "07",
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.sampled_from(PARTS), max_size=8), st.integers(0, 40), st.binary(max_size=2))
+def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int, by: bytes) -> None:
+    """Whatever stands there: the same message, or the same fault."""
+    raw = bytes.fromhex("".join(parts))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        by_hand, by_upb = as_upb_reads(raw[:at] + by + raw[at + len(by) :], monkeypatch)
+    assert by_hand == by_upb
 
 
 OTHERS = {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.placement import pickers
 from policies.placement.pickers import PICKERS, max_score, power_of_two
 
 _scores = st.lists(st.floats(-1, 1), min_size=1, max_size=12).map(np.array)
@@ -22,6 +23,14 @@ def test_a_list_has_no_repeats_and_is_as_long_as_it_can_be(
     """Whatever the scores: distinct positions, `length` of them if there are so many."""
     order = PICKERS[name](scores, length, Random(seed))
     assert len(order) == len(set(order)) == min(length, len(scores))
+
+
+@given(_scores, st.integers(1, 8), st.integers(0, 99), st.sampled_from([0.0, 0.1, 5.0]))
+def test_few_scores_are_picked_from_as_many_are(scores: np.ndarray, length: int, seed: int, margin: float) -> None:
+    """By lists or by arrays, with the same dice: the same order."""
+    many = np.concatenate((scores, np.full(pickers._FEW, -np.inf)))
+    length = min(length, len(scores))
+    assert max_score(scores, length, Random(seed), margin) == max_score(many, length, Random(seed), margin)
 
 
 @given(_scores, st.integers(0, 99))
