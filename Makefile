@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-streams lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-overhead bench-tail bench-stages bench-streams lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -90,6 +90,15 @@ bench-flood: $(READY) ## a tenant at twenty times its quota, through a real Envo
 
 bench-streams: $(READY) ## thousands of slow streams through a real Envoy, by both transports
 	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.streams $(ARGS)
+
+bench-overhead: $(READY) ## CPU, throughput and latency of both transports beside a server that does nothing
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.overhead $(ARGS)
+
+bench-tail: $(READY) ## both transports under Poisson arrivals: p50, p99 and p99.9
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.tail $(ARGS)
+
+bench-stages: $(READY) ## the CPU time of each step of a decision: make bench-stages [ARGS='--slices 400']
+	$(BIN)/python -m benchmarks.stages $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

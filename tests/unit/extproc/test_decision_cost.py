@@ -1,0 +1,87 @@
+"""A guard against a decision that suddenly costs twice as much. Not a benchmark: `make bench-stages` has the figures.
+
+Two yardsticks that a busy machine does not move. How many bytecodes of Python a request takes is a count, the same in
+every run. What arrays, parsers and copies take beside them is seen in time only: in ratios of CPU time of this thread
+to a fixed piece of work of the same kind, measured in turns in the same process, of which the median is taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from benchmarks.decision_scene import Scene
+from benchmarks.stages import fixed_work, thread_us
+
+WARM_UP = 60
+
+
+def warm(endpoints: int, body_bytes: int) -> Scene:
+    """A scene that has seen some requests."""
+    scene = Scene(endpoints, body_bytes)
+    for _ in range(WARM_UP):
+        scene.request()
+    return scene
+
+
+@contextmanager
+def traced_by(trace: Any) -> Iterator[None]:
+    """This instead of what measures coverage, which would cost more than what is measured."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def bytecodes_of(scene: Scene) -> int:
+    """Bytecodes that one request takes, whatever calls them."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    with traced_by(trace):
+        scene.request()
+    return count
+
+
+def ratio_to_fixed_work(scene: Scene, pairs: int = 60) -> float:
+    """How many times as long as the fixed work one request takes: the median of so many pairs side by side."""
+    with traced_by(None):
+        return statistics.median(thread_us(scene.request, 3) / thread_us(fixed_work, 3) for _ in range(pairs))
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "body_bytes", "most"), [(16, 2_000, 16_500), (1_024, 2_000, 16_500), (16, 60_000, 52_000)]
+)
+def test_a_request_takes_no_more_bytecodes_than_ever(endpoints: int, body_bytes: int, most: int) -> None:
+    """Half as many again as when this was written; more means that something is done twice, or in a new loop."""
+    assert bytecodes_of(warm(endpoints, body_bytes)) <= most
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "body_bytes", "most"), [(16, 2_000, 25.0), (1_024, 2_000, 33.0), (16, 480_000, 115.0)]
+)
+def test_a_request_takes_no_more_time_than_ever(endpoints: int, body_bytes: int, most: float) -> None:
+    """Less than twice what it took when this was written, measured against work that never changes."""
+    assert ratio_to_fixed_work(warm(endpoints, body_bytes)) <= most
+
+
+def test_the_guard_sees_what_costs_twice() -> None:
+    """Were all of it done again, either yardstick would tell."""
+    scene = warm(16, 2_000)
+    once, twice = bytecodes_of(scene), scene.request
+    scene.request = lambda: (twice(), twice())  # type: ignore[method-assign]
+    assert bytecodes_of(scene) > 1.5 * once
+    assert ratio_to_fixed_work(scene) > 25.0
