@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-overhead bench-tail bench-stages bench-streams bench-soak lint format examples clean
+.PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-overhead bench-tail bench-stages bench-streams bench-soak bench-loop bench-start lint format examples clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -102,6 +102,12 @@ bench-stages: $(READY) ## the CPU time of each step of a decision: make bench-st
 
 bench-soak: $(READY) ## twenty minutes of mixed load, churn, reloads and kills: make bench-soak [ARGS='--minutes 2']
 	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.soak $(ARGS)
+
+bench-loop: $(READY) ## how long many endpoints and large bodies keep the decision loop, and what they leave in memory
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.loop $(ARGS)
+
+bench-start: $(READY) ## how long `serve` takes until it is ready
+	PYTHONPATH=tests/envoy $(BIN)/python -m benchmarks.start $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .

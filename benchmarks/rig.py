@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,11 @@ def raise_files() -> int:
     return hard
 
 
+def _listens(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port)):
+        return True
+
+
 class LightEngines:
     """Engines of `light_engine.py` in one process; it can be killed and started again."""
 
@@ -56,6 +62,8 @@ class LightEngines:
         ]  # fmt: skip
         self._log = folder / f"engines-{ports[0]}.log"
         self.start()
+        # all of them, or a port found free meanwhile may be one of these
+        eventually(lambda: _listens(ports[-1]), "engines listen")
 
     def start(self) -> None:
         """Start, on the same ports."""
@@ -73,7 +81,7 @@ def system_over(folder: Path, transport: str, engines: list[LightEngines], **con
     """`pointsman up`, by one transport, every engine in use."""
     addresses = [address for one in engines for address in one.addresses]
     sockets = Path(tempfile.mkdtemp(prefix="lane-"))
-    listen = {"lane": str(sockets / "s")} if transport == "lane" else {"lane": None}
+    listen = {"lane": str(sockets / "s")} if transport == "lane" else {"lane": False}
     pool = {"name": "chat", "models": ["sim"], "endpoints": {"static": addresses}}
     home = folder / transport
     home.mkdir(exist_ok=True)

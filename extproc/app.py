@@ -39,6 +39,7 @@ from extproc.flight import Flights
 from extproc.guard import guard_of
 from extproc.idempotency import Idempotency
 from extproc.launcher import write_last_good
+from extproc.memory import SpareMemory
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.loop_lag import LoopLag
 from extproc.observe.metrics import Metrics
@@ -153,6 +154,7 @@ class App:
         self._discovery = Discovery(self._discovered, self.metrics)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
         self._loop_lag = LoopLag()
+        self._memory = SpareMemory(time.monotonic)
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- start and stop
@@ -182,6 +184,7 @@ class App:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GARBAGE_AFTER)
+        gc.enable()  # `serve` has it wait until here
         self._loop_lag.start()
         log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
 
@@ -227,6 +230,8 @@ class App:
                 self._breaking.tick()
                 self.flights.expire()
                 self._quotas.tick()
+                if self._memory.tick(self.pipeline.reader.taken, busy=self.pipeline.reader.held_bytes > 0):
+                    await self._memory.give_back()
                 await self._health.set_serving(serving=self.ready()[0])
             except Exception:
                 log.exception("tick failed")  # and goes on: without it nothing would ever be let go

@@ -75,11 +75,16 @@ def find_envoy() -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit on open files to the hard one; returns it, and warns if it is low."""
+    """Raise the limits on open files as far as we may; returns it, and says what to do where it is low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < _WANTED_FILES:
+        with contextlib.suppress(ValueError, OSError):  # the hard limit is root's to raise, and not always his
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_WANTED_FILES, _WANTED_FILES))
+            return _WANTED_FILES
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < _WANTED_FILES:
-        log.warning("few file descriptors", limit=hard, streams=hard // 2, wanted=_WANTED_FILES)
+        what_to_do = "raise the hard limit: LimitNOFILE= in systemd, --ulimit nofile= in Docker, ulimit -Hn in a shell"
+        log.warning("few file descriptors", limit=hard, streams=hard // 2, wanted=_WANTED_FILES, what_to_do=what_to_do)
     return hard
 
 

@@ -43,6 +43,7 @@ class BodyReader:
         self._turn = asyncio.Lock()
         self._inflating = ThreadPoolExecutor(1, thread_name_prefix="inflate")
         self.held_bytes = 0
+        self.taken = 0
 
     def read(self, generation: Generation, incoming: Incoming) -> asyncio.Task[Read | Refusal] | Refusal:
         """What is found in it, in its turn; cancelled, it is read no further. A refusal if too much waits already."""
@@ -51,6 +52,7 @@ class BodyReader:
             self._events.large_body("refused")
             return _too_many()
         self.held_bytes += size
+        self.taken += 1
         reading = asyncio.ensure_future(self._read_in_turn(generation, incoming))
         reading.add_done_callback(partial(self._over, size))
         return reading

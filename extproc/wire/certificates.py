@@ -19,13 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from extproc.config.sections.listen import Tls
+from extproc.wire.grpc_server import BadCertificate
 
 _VALID = dt.timedelta(days=3650)
 """As long as the process could possibly run: it is made anew at every start."""
-
-
-class BadCertificate(Exception):
-    """A certificate, key or CA file cannot be used."""
 
 
 def server_credentials(tls: Tls | None) -> Any:  # noqa: ANN401 - grpcio has no types

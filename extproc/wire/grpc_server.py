@@ -13,7 +13,6 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.config.sections.listen import Listen
-from extproc.wire.certificates import server_credentials
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
@@ -31,6 +30,10 @@ _HEADROOM_BYTES = 1 << 20
 
 class PortTaken(Exception):
     """The address cannot be listened on."""
+
+
+class BadCertificate(Exception):
+    """A certificate, key or CA file cannot be used."""
 
 
 def envoy_server(
@@ -62,6 +65,8 @@ def envoy_server(
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     _bind(server, "listen.grpc", listen.grpc)
     if listen.grpc_tls is not None:
+        from extproc.wire.certificates import server_credentials  # what makes certificates takes long to import
+
         _bind(server, "listen.grpc_tls", listen.grpc_tls, server_credentials(listen.tls))
     return server
 

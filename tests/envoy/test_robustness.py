@@ -44,7 +44,7 @@ def system(
 ) -> Iterator[System]:
     """A system whose Envoy comes by the lane, or by gRPC."""
     folder = Path(tempfile.mkdtemp(prefix="lane-"))
-    listen = {"lane": str(folder / "sockets") if request.param == "lane" else None}
+    listen = {"lane": str(folder / "sockets") if request.param == "lane" else False}
     system = System(tmp_path_factory.mktemp("system"), {"pools": [pool_of(roomy)], "listen": listen})
     system.start()
     system.wait_pickable(*(engine.address for engine in roomy))

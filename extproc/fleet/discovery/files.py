@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import structlog
-import watchfiles
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +34,8 @@ async def follow_parsed(
     `parse` runs in the thread that reads the file, since a large file takes long; it gets None for one that cannot be
     read. What it raises is logged, and that change is missed.
     """
+    import watchfiles  # not before there is a file to follow: it takes a tenth of our start
+
     seen: list[str | None] = []  # nothing yet, or the text last reported
     while True:
         try:
