@@ -22,7 +22,7 @@ import aiohttp
 import typer
 from harness import System, chat, free_ports
 
-from benchmarks.rig import LightEngines, cost, pids, raise_files, system_over
+from benchmarks.rig import LightEngines, cost, pids, prepare, system_over
 
 _CHAT = "/v1/chat/completions"
 _SMALL_PER_S, _LARGE_PER_S = 100.0, 6.0
@@ -138,7 +138,7 @@ def flood(system: System) -> None:
 
 def main(seconds: float = 30.0, transport: str = "lane") -> None:
     """Every load, one after the other."""
-    raise_files()
+    prepare()
     typer.echo(f"by {transport}; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as name:
         few, many = LightEngines(Path(name), free_ports(2), 1.0), LightEngines(Path(name), free_ports(_MANY), 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -40,8 +41,9 @@ def pids(system: System) -> dict[str, int]:
     return {"decision": system.child(" serve "), "envoy": system.child("envoy.yaml")}
 
 
-def raise_files() -> int:
-    """As many descriptors as allowed, for us and whom we start; returns how many."""
+def prepare() -> int:
+    """Be ready to start others: with as many descriptors as allowed, which is returned, and ending them if we end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through every `finally`
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -27,7 +27,7 @@ import aiohttp
 import typer
 from harness import System, chat, eventually, free_ports
 
-from benchmarks.rig import LightEngines, cost, pids, raise_files, system_over
+from benchmarks.rig import LightEngines, cost, pids, prepare, system_over
 
 _CHAT = "/v1/chat/completions"
 _MIX = ["whole"] * 10 + ["stream"] * 8 + ["leave"] * 4 + ["large", "gzip"]
@@ -212,7 +212,7 @@ def report(soak: Soak, minutes: float) -> bool:
 
 def main(minutes: float = 20.0, transport: str = "lane", seed: int = 1) -> None:
     """Start everything, run, judge."""
-    raise_files()
+    prepare()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ports = free_ports(8)

@@ -22,7 +22,7 @@ import typer
 import yaml
 from harness import eventually, free_ports
 
-from benchmarks.rig import cost
+from benchmarks.rig import cost, prepare
 
 
 def _start(folder: Path) -> tuple[float, float]:
@@ -55,6 +55,7 @@ def _ready(admin: str) -> bool:
 
 def main(times: int = 7) -> None:
     """Start it, print each and the medians."""
+    prepare()
     with tempfile.TemporaryDirectory() as name:
         os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{name}/bytecode")
         _start(Path(name))

@@ -20,7 +20,7 @@ from pathlib import Path
 import typer
 from harness import System, chat, eventually, free_ports
 
-from benchmarks.rig import TRANSPORTS, Cost, LightEngines, cost, pids, raise_files, system_over
+from benchmarks.rig import TRANSPORTS, Cost, LightEngines, cost, pids, prepare, system_over
 
 _TOKEN_EVERY_S = 20.0
 _SPARE_FILES = 1_000
@@ -151,7 +151,7 @@ def report(transport: str, found: Found) -> None:
 
 def main(streams: int = 10_000, seconds: float = 10.0) -> None:
     """Both transports, one after the other."""
-    files = raise_files()
+    files = prepare()
     count = min(streams, (files - _SPARE_FILES) // 2)
     typer.echo(f"{count} streams of {streams} wanted: {files} descriptors; load {os.getloadavg()[0]:.1f}")
     typer.echo("by      process    streams  KB/stream   MB rest, full, after    open us idle CPU")
