@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS ?= auto
 
 .PHONY: help setup demo test test-engine wire fuzz fuzz-lane bench-policies bench-disturbances bench-live bench-fidelity bench-view bench-late bench-late-live bench-binding bench-classes bench-flood bench-overhead bench-tail bench-stages bench-streams bench-soak bench-loop bench-start lint format examples clean
 
@@ -23,9 +24,12 @@ $(READY): pyproject.toml
 demo: $(READY) ## four simulated engines behind a real Envoy: round robin, then the default policy
 	$(BIN)/pointsman demo
 
-test: $(READY) ## every test, with the coverage gate
+# Tests start hundreds of processes; each would compile all our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+test: $(READY) ## every test, with the coverage gate; WORKERS=0 runs them one after the other
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest -q -n $(WORKERS) --maxprocesses 4 --no-loadscope-reorder --durations 20 $(ARGS)
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
 
 # hypothesis would fail an example that takes longer than 200 ms: no test of ours asserts on wall time
 settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """With `-n`: a file's tests share what they start, so they stay in one worker; so do all over real engines.
+
+    Not xdist's own `--dist loadgroup`, which needs a mark on every test and puts it into every name shown.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/engine" if file.startswith("tests/engine/") else file
+
+    return ByFile(config, log)

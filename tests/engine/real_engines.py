@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import HANG_GUARD_S, eventually
+from harness import HANG_GUARD_S, eventually, unmeasured
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -125,7 +125,9 @@ class Vllm:
         self.address = f"127.0.0.1:{port}"
         self.log = folder / f"vllm-{port}.log"
         self._environment = {
-            **os.environ, **SETTINGS, "VLLM_CACHE_ROOT": str(folder / "cache"),
+            **unmeasured(), **SETTINGS,
+            # what a first start learns of the model's class spares every other one an import of torch
+            "VLLM_CACHE_ROOT": str(cache_folder() / "vllm-cache"),
             "VLLM_RPC_BASE_PATH": str(folder), **settings,
         }  # fmt: skip
         self._command = [
@@ -190,9 +192,5 @@ class Vllm:
         self.process.wait()
 
     def stop(self) -> None:
-        """End it, whatever state it is in."""
-        self.send(signal.SIGCONT)
-        self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(15)
+        """End it, whatever state it is in, at once."""
         self.kill()

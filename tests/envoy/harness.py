@@ -12,9 +12,11 @@ import ssl
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 import yaml
@@ -23,15 +25,38 @@ HANG_GUARD_S = 60.0
 """How long anything may take before a test gives up: a guard against hanging, not a yardstick."""
 
 
+FIRST_PORT, PORTS = 20_000, 12_000
+"""All are below the range from which outgoing connections take theirs."""
+_given: deque[int] = deque(maxlen=500)
+
+
+def _own_ports() -> range:
+    """Those of this process of pytest-xdist's: what one has found free another does not take before it is used."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = PORTS // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return range(FIRST_PORT + worker * share, FIRST_PORT + (worker + 1) * share)
+
+
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on, below the range from which outgoing connections take theirs."""
-    found: set[int] = set()
+    """Loopback ports that nobody listens on, and that were not given out lately."""
+    found: list[int] = []
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)
+        port = random.choice(_own_ports())
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            found.add(port)
-    return list(found)
+            if port not in _given:
+                found.append(port)
+                _given.append(port)
+    return found
+
+
+def unmeasured() -> dict[str, str]:
+    """Our environment without what makes coverage measure a process.
+
+    Systems and engines under test run as fast as a user's: the lines they execute are those of the unit tests, and
+    measuring them would cost a third of the time of all tests.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS_")}
 
 
 def eventually(check: Callable[[], Any], what: str, pause_s: float = 0.02, within_s: float = HANG_GUARD_S) -> Any:
@@ -57,9 +82,10 @@ class Engine:
 
     def start(self) -> None:
         """Start (again) on the same port."""
+        self._forgotten = 0
         command = [sys.executable, "-m", "extproc.cli", "sim", "--listen", self.address, *self.options]
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=unmeasured())
 
     def wait_ready(self) -> None:
         """Until it answers."""
@@ -76,6 +102,13 @@ class Engine:
 
     def requests(self) -> list[dict[str, Any]]:
         """The requests it remembers, oldest first; the trials of ours are not among them."""
+        return self._remembered()[self._forgotten :]
+
+    def forget_requests(self) -> None:
+        """Those so far are not among `requests` any more; `--record` must be enough for all there will be."""
+        self._forgotten = len(self._remembered())
+
+    def _remembered(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get("/sim/requests").json()
         return [request for request in found if "x-pointsman-probe" not in request["headers"]]
 
@@ -99,6 +132,10 @@ class Engine:
             self.process.wait(10)
         if self.process.poll() is None:
             self.kill()
+
+
+SYSTEMS: WeakSet[System] = WeakSet()
+"""All there are, so that their logs can be shown."""
 
 
 class System:
@@ -127,7 +164,9 @@ class System:
             **config,
         }
         self.config_path = folder / "pointsman.yaml"
+        self._counted_from: dict[str, float] = {}
         self.write_config()
+        SYSTEMS.add(self)
 
     def write_config(self) -> None:
         """Put the config in place the way an operator's tool does: written aside, then renamed."""
@@ -135,11 +174,22 @@ class System:
         aside.write_text(yaml.safe_dump(self.config))
         aside.rename(self.config_path)
 
+    def reload(self) -> None:
+        """Put the config as it is now in force, if it is another one."""
+        if yaml.safe_load(self.config_path.read_text()) == self.config:
+            return
+        before = self._generation()
+        self.write_config()
+        eventually(lambda: self._generation() > before, "the new config is in force")
+
+    def _generation(self) -> float:
+        return self.total("pointsman_config_generation")
+
     def start(self) -> None:
         """Start, and wait until requests are served by every endpoint that answers."""
         command = [sys.executable, "-m", "extproc.cli", "up", str(self.config_path), "--concurrency", "1"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=unmeasured())
         eventually(self._serves, "the system serves")
 
     def _serves(self) -> bool:
@@ -198,13 +248,24 @@ class System:
         lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in lines}
 
+    def count_from_now(self) -> None:
+        """Whatever was counted before is not in `total` any more: another test shares this system."""
+        counts = self.metrics().items()
+        self._counted_from = {name: value for name, value in counts if name.partition("{")[0].endswith("_total")}
+
     def total(self, name: str, *having: str) -> float:
         """The sum of all samples of `name` whose labels contain every one of `having`."""
         return sum(
-            value
+            value - self._counted_from.get(sample, 0)
             for sample, value in self.metrics().items()
             if sample.partition("{")[0] == name and all(label in sample for label in having)
         )
+
+    def wait_settled(self) -> None:
+        """Until nothing is in flight, and every request was told of."""
+        eventually(lambda: not sum(self.in_flight().values()), "nothing is in flight")
+        gauges = ("pointsman_requests_unsettled", "pointsman_ext_proc_streams_open")
+        eventually(lambda: not any(map(self.total, gauges)), "all are settled")
 
     def child(self, what: str) -> int:
         """Process id of one of the launcher's children, by a word of its command line."""

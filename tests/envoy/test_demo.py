@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -11,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import HANG_GUARD_S, eventually
+from harness import HANG_GUARD_S, eventually, unmeasured
 
 SMALL = ("--sessions", "4", "--turns", "2", "--engines", "2", "--speed", "10")
 
 
 def _start(folder: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "extproc.cli", "demo", *SMALL, *options]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
+    environment = {**unmeasured(), "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environment
     )
@@ -49,11 +48,11 @@ def _until(demo: subprocess.Popen[str], words: str) -> str:
 
 
 @pytest.fixture
-def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def running_demo(short_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo in the middle of its work, with more to do than a test waits for."""
-    demo = _start(tmp_path, "--turns", "1000")
+    demo = _start(short_path, "--turns", "1000")
     _until(demo, "starting")
-    eventually(lambda: len(_processes_of(tmp_path)) >= 5, "demo, engines, launcher, decision process and Envoy run")
+    eventually(lambda: len(_processes_of(short_path)) >= 5, "demo, engines, launcher, decision process and Envoy run")
     yield demo
     if demo.poll() is None:
         demo.kill()
@@ -61,9 +60,9 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.timeout(600)  # a hang guard for two systems one after the other, on a machine with other work
-def test_the_demo_compares_two_policies_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_demo_compares_two_policies_and_leaves_nothing_behind(short_path: Path) -> None:
     """Both policies in the table, every request answered, exit code 0, no process and no file left."""
-    demo = _start(tmp_path)
+    demo = _start(short_path)
     printed, _ = demo.communicate(timeout=8 * HANG_GUARD_S)
     assert demo.returncode == 0, printed
     rows = re.findall(r"│ (round-robin|default) +│ +(\d+) │ +(\d+)% │ +(\d+)% │.*│ +(\d+) │", printed)
@@ -73,13 +72,13 @@ def test_the_demo_compares_two_policies_and_leaves_nothing_behind(tmp_path: Path
     ]
     assert all(int(hits) <= int(ideal) for _, _, hits, ideal, _ in rows)
     assert "pointsman up" in printed
-    assert not _processes_of(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not _processes_of(short_path)
+    assert not list(short_path.iterdir())
 
 
-def test_a_kept_demo_serves_what_it_suggests_until_interrupted(tmp_path: Path) -> None:
+def test_a_kept_demo_serves_what_it_suggests_until_interrupted(short_path: Path) -> None:
     """Every suggested curl command works against the running system; Ctrl-C then ends all of it."""
-    demo = _start(tmp_path, "--keep")
+    demo = _start(short_path, "--keep")
     printed = _until(demo, ":undrain")  # the last command it suggests
     commands = [line for line in printed.splitlines() if line.startswith("curl ")]
     assert len(commands) == 9
@@ -92,19 +91,19 @@ def test_a_kept_demo_serves_what_it_suggests_until_interrupted(tmp_path: Path) -
     demo.send_signal(signal.SIGINT)
     printed_after, _ = demo.communicate(timeout=HANG_GUARD_S)
     assert demo.returncode == 0, printed_after
-    assert not _processes_of(tmp_path)
+    assert not _processes_of(short_path)
 
 
-def test_an_interrupt_while_it_runs_stops_everything(running_demo: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_an_interrupt_while_it_runs_stops_everything(running_demo: subprocess.Popen[str], short_path: Path) -> None:
     """Ctrl-C before the end: its own exit code, and no process left."""
     running_demo.send_signal(signal.SIGINT)
     printed, _ = running_demo.communicate(timeout=HANG_GUARD_S)
     assert running_demo.returncode == 130, printed
-    assert not _processes_of(tmp_path)
+    assert not _processes_of(short_path)
 
 
-def test_killing_the_demo_leaves_no_orphans(running_demo: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_killing_the_demo_leaves_no_orphans(running_demo: subprocess.Popen[str], short_path: Path) -> None:
     """Even a SIGKILL of the demo: the kernel tells its children."""
     running_demo.kill()
     running_demo.wait()
-    eventually(lambda: not _processes_of(tmp_path), "every process of the demo is gone")
+    eventually(lambda: not _processes_of(short_path), "every process of the demo is gone")

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_engine import SERVICE
-from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, free_ports, pool_of
+from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, free_ports, pool_of, unmeasured
 
 from extproc.config.loading import load
 from extproc.control import envoy_config
@@ -185,17 +185,39 @@ _HEADER_CLUSTER: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=list(ANSWERS))
+@pytest.fixture(scope="module", params=list(ANSWERS))
 def shape(request: pytest.FixtureRequest) -> str:
     """Whose gateway."""
     name: str = request.param
     return name
 
 
-@pytest.fixture
-def picker(engines: list[Engine], tmp_path: Path) -> Iterator[System]:
+@pytest.fixture(scope="module")
+def picker(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """Us alone, before whom somebody else's gateway comes."""
-    with _serving(System(tmp_path, {"pools": [{**pool_of(engines), "cluster": "pool"}]})) as system:
+    with _picking(engines, tmp_path_factory.mktemp("picker")) as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def running_gateway(shape: str, engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Somebody's gateway in front of us."""
+    folder = tmp_path_factory.mktemp(shape)
+    with _picking(engines, folder) as system, _in_front(system, shape, folder):
+        yield system
+
+
+@pytest.fixture
+def gateway(running_gateway: System) -> Iterator[System]:
+    """The same, which counts from zero and has nothing in flight at the end."""
+    running_gateway.count_from_now()
+    yield running_gateway
+    running_gateway.wait_settled()
+
+
+@contextmanager
+def _picking(engines: list[Engine], folder: Path) -> Iterator[System]:
+    with _serving(System(folder, {"pools": [{**pool_of(engines), "cluster": "pool"}]})) as system:
         system.wait_pickable(*(engine.address for engine in engines))
         yield system
 
@@ -204,26 +226,20 @@ def picker(engines: list[Engine], tmp_path: Path) -> Iterator[System]:
 def _serving(system: System) -> Iterator[System]:
     with system.log.open("ab") as log:
         system.process = subprocess.Popen(
-            [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log
+            [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log, env=unmeasured()
         )
     yield system
-    system.stop()
+    if system.process.poll() is None:
+        system.stop()
     print(system.log.read_text()[-4000:])
 
 
-@pytest.fixture
-def gateway(shape: str, picker: System, tmp_path: Path) -> Iterator[System]:
-    """Somebody's gateway in front of us."""
-    with _in_front(picker, shape, tmp_path):
-        yield picker
-
-
 @contextmanager
-def _in_front(picker: System, shape: str, tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "envoy.yaml").write_text(yaml.safe_dump(_gateway(picker.config_path, shape)))
+def _in_front(picker: System, shape: str, folder: Path) -> Iterator[None]:
+    (folder / "envoy.yaml").write_text(yaml.safe_dump(_gateway(picker.config_path, shape)))
     with picker.log.open("ab") as log:
         envoy = subprocess.Popen(
-            [find_envoy(), "-c", str(tmp_path / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
+            [find_envoy(), "-c", str(folder / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
         )
     eventually(lambda: httpx.get(f"{picker.url}/v1/models").status_code == 200, "the gateway serves")
     yield
@@ -318,27 +334,27 @@ def test_two_turns_meet_on_one_instance(gateway: System) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "runs_on", "new"),
+    ("mortal", "runs_on", "new"),
     [("kgateway", True, {503}), ("envoy-gateway", False, {500}), ("istio", False, {200, 500})],
-    indirect=["shape"],
 )
 def test_our_death_ends_what_passes_through_us_or_fails_closed(
-    gateway: System, *, runs_on: bool, new: set[int]
+    engines: list[Engine], tmp_path: Path, mortal: str, *, runs_on: bool, new: set[int]
 ) -> None:
     """Open and buffered, a running answer goes on. In full duplex open means: until a piece of the body was sent."""
     text = ""
     body = chat(max_tokens=2_000, stream=True)
-    url = f"{gateway.url}/v1/chat/completions"
-    with (
-        suppress(httpx.RemoteProtocolError),
-        httpx.stream("POST", url, json=body, timeout=HANG_GUARD_S) as answer,
-    ):
-        for piece in answer.iter_text():
-            text += piece
-            gateway.process.kill()
-    assert text.endswith("data: [DONE]\n\n") == runs_on
-    gateway.process.wait(HANG_GUARD_S)
-    assert httpx.post(url, json=chat(), timeout=HANG_GUARD_S).status_code in new
+    with _picking(engines, tmp_path) as gateway, _in_front(gateway, mortal, tmp_path):
+        url = f"{gateway.url}/v1/chat/completions"
+        with (
+            suppress(httpx.RemoteProtocolError),
+            httpx.stream("POST", url, json=body, timeout=HANG_GUARD_S) as answer,
+        ):
+            for piece in answer.iter_text():
+                text += piece
+                gateway.process.kill()
+        assert text.endswith("data: [DONE]\n\n") == runs_on
+        gateway.process.wait(HANG_GUARD_S)
+        assert httpx.post(url, json=chat(), timeout=HANG_GUARD_S).status_code in new
 
 
 @pytest.fixture
@@ -393,6 +409,7 @@ async def _endpoint_by_shim(address: str, body: bytes) -> str:
 async def test_nginx_finds_an_endpoint_for_every_request(picker: System, engines: list[Engine]) -> None:
     """A few hundred, JSON and SSE in turn, at 8 clients: one address each, whole answers, nothing left in flight."""
     addresses = {engine.address for engine in engines}
+    picker.count_from_now()
 
     async def ask(session: aiohttp.ClientSession, number: int) -> bool:
         body = json.dumps(_question(number, "sim")).encode()

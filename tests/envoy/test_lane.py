@@ -19,7 +19,7 @@ from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, 
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """A short path: a socket's address has no room for a long one."""
     made = Path(tempfile.mkdtemp(prefix="lane-"))
@@ -31,11 +31,11 @@ Start = Callable[[Path | None], System]
 
 
 @pytest.fixture
-def start(engines: list[Engine], make_system: Callable[..., System]) -> Start:
+def start(engines: list[Engine], share_system: Callable[..., System]) -> Start:
     """Starts a system with a lane in a folder, or with none."""
 
     def make(lane: Path | None) -> System:
-        system = make_system(pools=[pool_of(engines)], listen={"lane": False if lane is None else str(lane)})
+        system = share_system(pools=[pool_of(engines)], listen={"lane": False if lane is None else str(lane)})
         system.wait_pickable(*(engine.address for engine in engines))
         return system
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 from envoy.service.discovery.v3 import discovery_pb2
-from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of
+from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, pool_of, unmeasured
 
 from extproc.config.loading import load
 from extproc.control import envoy_config
@@ -26,13 +26,21 @@ from extproc.control.ads_session import CDS, EDS
 from extproc.launcher import find_envoy
 
 
-@pytest.fixture
-def pair(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
-    """Two engines."""
-    return make_engines(2, "--speed", "50", "--record", "20")
+@pytest.fixture(scope="module")
+def two_engines(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
+    """For all tests."""
+    return make_engines(2, "--speed", "50", "--record", "200")
 
 
 @pytest.fixture
+def pair(two_engines: list[Engine]) -> list[Engine]:
+    """Two engines, which count their requests from now on."""
+    for engine in two_engines:
+        engine.forget_requests()
+    return two_engines
+
+
+@pytest.fixture(scope="module")
 def bilingual(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
     """Two engines that serve two models each."""
     return make_engines(2, "--speed", "1000", "--model", "sim", "--model", "sim-2")
@@ -306,7 +314,9 @@ def foreign_envoy(pair: list[Engine], tmp_path: Path) -> Iterator[System]:
     bootstrap["static_resources"]["clusters"].append(cluster)
     (tmp_path / "envoy.yaml").write_text(yaml.safe_dump(bootstrap))
     with system.log.open("ab") as log:
-        serve = subprocess.Popen([sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log)
+        serve = subprocess.Popen(
+            [sys.executable, "-m", "extproc.cli", "serve", str(system.config_path)], stderr=log, env=unmeasured()
+        )
         envoy = subprocess.Popen(
             [find_envoy(), "-c", str(tmp_path / "envoy.yaml"), "--disable-hot-restart", "-l", "error"], stderr=log
         )

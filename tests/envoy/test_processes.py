@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +20,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, free_ports, pool_of
 
 
-@pytest.fixture
-def trio(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
-    """Three engines."""
+@pytest.fixture(scope="module")
+def three_engines(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
+    """For all tests."""
     return make_engines(3, "--speed", "50")
+
+
+@pytest.fixture
+def trio(three_engines: list[Engine]) -> Iterator[list[Engine]]:
+    """Three engines, with nothing held at the end."""
+    yield three_engines
+    for engine in three_engines:
+        engine.release()
 
 
 def test_running_streams_outlive_the_decision_process_and_the_fleet_is_not_emptied(
@@ -205,22 +212,23 @@ def test_the_tree_dies_with_its_launcher(trio: list[Engine], make_system: Callab
 
 
 def test_the_next_launcher_removes_what_a_killed_one_left(
-    trio: list[Engine], make_system: Callable[..., System]
+    trio: list[Engine], make_system: Callable[..., System], short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its run folder, told by the process id in the name; the living one's stays and goes at its stop."""
+    monkeypatch.setenv("TMPDIR", str(short_path))  # where no other launcher looks
     killed = make_system(pools=[pool_of(trio)])
-    assert len(_run_folders(killed)) == 1
+    assert len(_run_folders(short_path, killed)) == 1
     killed.process.kill()
     killed.process.wait()
-    assert len(_run_folders(killed)) == 1
+    assert len(_run_folders(short_path, killed)) == 1
     living = make_system(pools=[pool_of(trio)])
-    assert [len(_run_folders(system)) for system in (killed, living)] == [0, 1]
+    assert [len(_run_folders(short_path, system)) for system in (killed, living)] == [0, 1]
     assert living.stop() == 0
-    assert _run_folders(living) == []
+    assert _run_folders(short_path, living) == []
 
 
-def _run_folders(system: System) -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"pointsman-{system.process.pid}-*"))
+def _run_folders(folder: Path, system: System) -> list[Path]:
+    return list(folder.glob(f"pointsman-{system.process.pid}-*"))
 
 
 def _alive(pid: int) -> bool:

@@ -19,20 +19,30 @@ CLASSES = [
 ]
 
 
-@pytest.fixture
-def engine(make_engines: Callable[..., list[Engine]]) -> Engine:
+@pytest.fixture(scope="module")
+def only_engine(make_engines: Callable[..., list[Engine]]) -> Engine:
     """One engine that remembers its requests."""
-    return make_engines(1, "--speed", "200", "--record", "400")[0]
+    return make_engines(1, "--speed", "200", "--record", "1000")[0]
 
 
 @pytest.fixture
-def make_queue(make_system: Callable[..., System], engine: Engine) -> Callable[..., System]:
-    """A system in which the engine takes one request at a time and the rest wait."""
+def engine(only_engine: Engine) -> Engine:
+    """The same, which counts its requests from now on."""
+    only_engine.release()
+    only_engine.forget_requests()
+    return only_engine
 
-    def make(classes: list[dict[str, Any]] = CLASSES, **config: Any) -> System:
-        queue = {"classes": classes, "endpoint_requests": 1, **config.pop("queue", {})}
-        system = make_system(pools=[pool_of([engine], queue=queue)], **config)
+
+@pytest.fixture
+def make_queue(share_system: Callable[..., System], engine: Engine) -> Callable[..., System]:
+    """A system, the same for all, in which the engine takes one request at a time and the rest wait as told."""
+
+    def make(classes: list[dict[str, Any]] = CLASSES, **queue: Any) -> System:
+        system = share_system(pools=[pool_of([engine])])
         system.wait_pickable(engine.address)
+        system.config["pools"] = [pool_of([engine], queue={"classes": classes, "endpoint_requests": 1, **queue})]
+        system.reload()
+        system.count_from_now()
         return system
 
     return make
@@ -158,7 +168,7 @@ async def test_bodies_that_wait_are_bounded(
     engine: Engine, make_queue: Callable[..., System], client: httpx.AsyncClient
 ) -> None:
     """A body that would hold more than `max_bytes` is refused, a small one waits."""
-    system = make_queue([{"name": "only"}], queue={"max_bytes": 20_000})
+    system = make_queue([{"name": "only"}], max_bytes=20_000)
     with httpx.Client(timeout=HANG_GUARD_S) as holder:
         first = HeldStream(holder, system)
         large = await ask(client, system, "only", content="x" * 30_000)
@@ -258,9 +268,7 @@ async def test_a_class_has_no_more_of_an_engine_than_it_may(
     engine: Engine, make_queue: Callable[..., System], client: httpx.AsyncClient
 ) -> None:
     """Two of the batch class at once; an urgent request passes those that wait for a third place."""
-    system = make_queue(
-        [{"name": "real-time"}, {"name": "batch", "endpoint_requests": 2}], queue={"endpoint_requests": 4}
-    )
+    system = make_queue([{"name": "real-time"}, {"name": "batch", "endpoint_requests": 2}], endpoint_requests=4)
     with httpx.Client(timeout=HANG_GUARD_S, headers={"x-pointsman-priority": "batch"}) as holder:
         streams = [HeldStream(holder, system) for _ in range(2)]
         third = ask(client, system, "batch")

@@ -101,9 +101,9 @@ def test_forged_routing_headers_never_win(system: System, engines: list[Engine])
 
 
 @pytest.fixture
-def strict(make_system: Callable[..., System], engines: list[Engine]) -> System:
+def strict(share_system: Callable[..., System], engines: list[Engine]) -> System:
     """A system that takes bodies of 200,000 bytes at most."""
-    system = make_system(pools=[pool_of(engines)], limits={"request_body_bytes": 200_000})
+    system = share_system(pools=[pool_of(engines)], limits={"request_body_bytes": 200_000})
     system.wait_pickable(engines[0].address)
     return system
 

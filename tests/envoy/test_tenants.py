@@ -35,7 +35,7 @@ def account(system: System, tenant: str) -> dict[str, Any]:
     return dict(told.get(tenant, {"running": 0}))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair(make_engines: Callable[..., list[Engine]]) -> list[Engine]:
     """Two engines."""
     return make_engines(2, "--speed", "50")

@@ -56,11 +56,11 @@ def is_a_timeout(answer: httpx.Response) -> bool:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_never_begins_is_a_504_in_json(
-    rested: list[Engine], make_system: Callable[..., System], *, stream: bool
+    rested: list[Engine], share_system: Callable[..., System], *, stream: bool
 ) -> None:
     """The total limit ends it, the retry included; the engine is charged, the client's place is given back."""
     limits = {"first_byte_s": 0.4, "total": BRIEFLY}
-    system = make_system(pools=[pool_of(rested)], probe=NO_PROBES, timeouts=limits)
+    system = share_system(pools=[pool_of(rested)], probe=NO_PROBES, timeouts=limits)
     system.wait_pickable(*(engine.address for engine in rested))
     answer = ask(system, {"freeze": True}, stream=stream)
     assert is_a_timeout(answer)

@@ -16,7 +16,7 @@ from vllm_adapters.simulator.blocks import BlockCache
 
 TRUTH_TOKENS = 60_000
 ENGINES = 8
-TRACE = conversations.generate(4_000)
+TRACE = conversations.generate(2_000)
 
 
 class Lying(Replay):
@@ -77,6 +77,6 @@ def test_what_a_lie_costs_is_won_back() -> None:
 @pytest.mark.parametrize("rate", [4.0, 12.0])
 def test_an_honest_engine_is_not_shrunk(rate: float) -> None:
     """Nor in an overloaded fleet, where a third of what was promised is gone by the time a request is let in."""
-    replay = Lying(replace(TRACE, requests=TRACE.requests[:2_000]), 1, calibrates=True, rate=rate)
+    replay = Lying(replace(TRACE, requests=TRACE.requests[:1_000]), 1, calibrates=True, rate=rate)
     replay.run()
     assert set(replay.scales) == {1.0}

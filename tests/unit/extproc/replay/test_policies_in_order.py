@@ -18,8 +18,8 @@ from extproc.replay.scenarios import at_load, disturbances, flood
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    """3,000 requests of the trace that comes with us, 8 engines, nine tenths of what least-request can take."""
-    trace = read("generated", requests=3000)
+    """1,500 requests of the trace that comes with us, 8 engines, nine tenths of what least-request can take."""
+    trace = read("generated", requests=1500)
     matrix = Matrix({trace.digest: trace}, Bounds())
     group = at_load("load 0.9", trace, Fleet(), 0.9, matrix.capacity_per_s)
     (table,) = compare(matrix, [group], entrants(["default", "least-request", "round-robin"]), seeds=[11])
@@ -50,7 +50,7 @@ def test_the_default_has_the_most_good_answers(table: Table) -> None:
 
 def test_the_default_is_no_worse_than_least_request_under_any_disturbance() -> None:
     """Slow engines, late figures, one that joins, one that dies, a flood: mean and 99th percentile of TTFT."""
-    trace, fleet = read("generated", requests=1500), Fleet(engines=4)
+    trace, fleet = read("generated", requests=700), Fleet(engines=4)
     flooded = flood(trace)
     matrix = Matrix({one.digest: one for one in (trace, flooded)}, Bounds())
     groups = disturbances(trace, fleet, matrix.capacity_per_s)
