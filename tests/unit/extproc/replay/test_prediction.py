@@ -2,9 +2,9 @@
 
 The index learns of a prompt when it is placed; the engine has its blocks when they are computed. So what is on its way
 counts as held. Beyond that, answers and half-full blocks push prefixes out of an engine's cache. The index makes room
-for as much of them as it expects; where it expects what comes, it promises a block too many at most for each request
-under way. Where answers are longer than expected it can be wrong by the places it does not know of, and no more: both
-have the same number.
+for as much of them as it expects; where it expects what comes, it promises a block too many at most for each of the
+requests that were there at once. Where answers are longer than expected it can be wrong by the places it does not know
+of, and no more: both have the same number.
 """
 
 from __future__ import annotations
@@ -37,27 +37,36 @@ class _Watched(Replay):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.compared: list[tuple[int, int, int, int]] = []
-        """(blocks promised, of these held or in flight, blocks there that the index does not know, requests there)"""
+        """(blocks promised, of these held or in flight, blocks there that the index does not know, requests at once)"""
+        self._most_at_once: dict[int, int] = {}
 
     def _arrive(self, number: int) -> None:
         known = {node.slot: self._known(node.slot) for node in self._nodes}
         super()._arrive(number)
         outcome, request = self._outcomes[number], self._trace.requests[number]
-        held, unknown, under_way = known[outcome.engine]
+        held, unknown = known[outcome.engine]
+        at_once = self._most_at_once.get(outcome.engine, 0)
         promised = outcome.predicted_tokens // _BLOCK
         leading = next((i for i, block in enumerate(request.blocks[:promised]) if block not in held), promised)
-        self.compared.append((promised, leading, unknown, under_way))
+        self.compared.append((promised, leading, unknown, at_once))
+        self._most_at_once[outcome.engine] = max(at_once, len(self._under_way(outcome.engine)))
 
-    def _known(self, slot: int) -> tuple[set[int], int, int]:
-        """Blocks the engine has or is computing; the places it spends on what the index does not know; its requests."""
+    def _under_way(self, slot: int) -> list[Any]:
         engine = self._nodes[slot].engine
-        cache = engine.cache
+        return [*engine._waiting.values(), *engine._running.values()]
+
+    def _known(self, slot: int) -> tuple[set[int], int]:
+        """Blocks the engine has or is computing; how many places it spends on what the index does not know."""
+        cache = self._nodes[slot].engine.cache
         complete = {*cache._holders, *cache._idle}
-        waiting = [*engine._waiting.values(), *engine._running.values()]
-        coming = {block for one in waiting for block in self._trace.requests[one.request_id].blocks[: self._full(one)]}
+        coming = {
+            block
+            for one in self._under_way(slot)
+            for block in self._trace.requests[one.request_id].blocks[: self._full(one)]
+        }
         shelf = self._placement.index._shelves.get(slot)
         indexed = {*shelf.pinned, *shelf.idle} if shelf else set()
-        return complete | coming, cache.capacity - len(complete & indexed), len(waiting)
+        return complete | coming, cache.capacity - len(complete & indexed)
 
     def _full(self, one: Any) -> int:
         return self._trace.requests[one.request_id].prompt_blocks
@@ -98,10 +107,11 @@ def test_where_answers_are_as_long_as_allowed_promises_exceed_by_the_blocks_in_f
 ) -> None:
     """Evictions all the time, and every request says how long its answer will be: the index makes room for it.
 
-    What it cannot know is how the engine rounds half-full blocks, of which each request under way has one.
+    What it cannot know is how the engine rounds half-full blocks, of which each request has one: what had to go for
+    them when there were most is gone.
     """
-    for promised, held, under_way in _compared_with_known_answers(trace, blocks=blocks):
-        assert promised - held <= max(1, under_way)
+    for promised, held, at_once in _compared_with_known_answers(trace, blocks=blocks):
+        assert promised - held <= max(1, at_once)
 
 
 def _compared_with_known_answers(trace: Trace, *, blocks: int) -> list[tuple[int, int, int]]:
@@ -112,7 +122,7 @@ def _compared_with_known_answers(trace: Trace, *, blocks: int) -> list[tuple[int
         ledger = replay._placement.ledger
         ledger.profile = dataclasses.replace(ledger.profile, output_tokens=1e6)  # no answer is expected to be shorter
         replay.run()
-    return [(promised, held, under_way) for promised, held, _, under_way in replay.compared]
+    return [(promised, held, at_once) for promised, held, _, at_once in replay.compared]
 
 
 def _limited(
