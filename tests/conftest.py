@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")
 
+TOGETHER = (
+    ("tests/engine/",),  # real engines need both cores
+    ("tests/envoy/test_demo.py", "tests/envoy/test_replay.py"),  # both look for free ports from the same one on
+)
+"""What one worker runs, one after the other."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """With `-n`: a file's tests share what they start, so they stay in one worker; so do all over real engines.
+    """With `-n`: a file's tests share what they start, so they stay in one worker.
 
     Not xdist's own `--dist loadgroup`, which needs a mark on every test and puts it into every name shown.
     """
@@ -26,6 +32,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "tests/engine" if file.startswith("tests/engine/") else file
+            return next((files[0] for files in TOGETHER if file.startswith(files)), file)
 
     return ByFile(config, log)
