@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from extproc.breaking import BreakerFigures
 from extproc.observe.loop_lag import BOUNDS_S, LoopLag
+from extproc.observe.tallies import Tally, Times, TimesByLabel
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import SOURCES, FleetState
@@ -57,7 +58,10 @@ class Metrics:
         self._decisions = self._counter("decisions", "Requests routed", "pool", "endpoint", "reason")
         self._refusals = self._counter("refusals", "Requests answered with an error by us", "reason", "status")
         self._answers = self._counter("answers", "Requests answered by us without an engine", "what")
-        self._stages = self._histogram("stage_seconds", "Time of one step of the decision", _STAGE_BUCKETS_S, "stage")
+        self._stages = TimesByLabel(
+            "pointsman_stage_seconds", "Time of one step of the decision", "stage", _STAGE_BUCKETS_S
+        )
+        self.registry.register(self._stages)
         self._prompt_tokens = self._counter("prefix_prompt_tokens", "Estimated prompt tokens routed", "pool")
         self._matched_tokens = self._counter("prefix_matched_tokens", "Of these, believed cached where routed", "pool")
         self._predicted_tokens = self._counter(
@@ -96,7 +100,9 @@ class Metrics:
         self._tokens = self._counter("usage_tokens", "Tokens as the engines report them", "pool", "kind")
 
     def _wire(self) -> None:
-        self._messages = self._counter("ext_proc_messages", "ext_proc messages from Envoy", "phase")
+        phases = [phase.name.lower() for phase in Phase]
+        self._messages = Tally("pointsman_ext_proc_messages", "ext_proc messages from Envoy", "phase", phases)
+        self.registry.register(self._messages)
         self._malformed = self._counter("malformed_messages", "gRPC payloads that are not protocol messages", "service")
         self._lane_connections = self._gauge("lane_connections", "Connections of our own Envoy to the lane's sockets")
         self._lane_failures = self._counter("lane_failures", "Lane connections ended by a broken protocol", "code")
@@ -229,9 +235,9 @@ class Metrics:
         if matched_tokens:
             self._child(self._matched_tokens, pool).inc(matched_tokens)
 
-    def stage(self, name: str) -> Histogram:
+    def stage(self, name: str) -> Times:
         """The histogram of one step's seconds; hold on to it."""
-        return self._child(self._stages, name)
+        return self._stages.of(name)
 
     def refused_with(self, reason: str, status: int) -> None:
         """We answered with an error."""
@@ -329,7 +335,7 @@ class Metrics:
 
     def message(self, phase: Phase) -> None:
         """One ext_proc message came."""
-        self._child(self._messages, phase.name.lower()).inc()
+        self._messages.counts[phase] += 1
 
     def malformed(self, service: str) -> None:
         """Bytes came that are no message of the protocol."""

@@ -39,9 +39,12 @@ def _best_of_few(left: list[float], length: int, rng: Random, margin: float) -> 
     """The same for a short list of finite scores: three array operations a place cost more than a look at all."""
     order = []
     for _ in range(length):
-        least = max(left) - (margin + _TIE)
-        tied = [position for position, score in enumerate(left) if score >= least]
-        position = tied[0] if len(tied) == 1 else tied[rng.randrange(len(tied))]
+        best = max(left)
+        position, left[left.index(best)] = left.index(best), -inf
+        if max(left) >= best - (margin + _TIE):  # there is another as good
+            left[position] = best
+            tied = [place for place, score in enumerate(left) if score >= best - (margin + _TIE)]
+            position = tied[rng.randrange(len(tied))]
         order.append(position)
         left[position] = -inf
     return order

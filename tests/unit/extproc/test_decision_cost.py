@@ -71,7 +71,7 @@ def test_a_request_takes_no_more_bytecodes_than_ever(endpoints: int, body_bytes:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "body_bytes", "most"), [(16, 2_000, 25.0), (1_024, 2_000, 33.0), (16, 480_000, 115.0)]
+    ("endpoints", "body_bytes", "most"), [(16, 2_000, 26.0), (1_024, 2_000, 36.0), (16, 480_000, 125.0)]
 )
 def test_a_request_takes_no_more_time_than_ever(endpoints: int, body_bytes: int, most: float) -> None:
     """Less than twice what it took when this was written, measured against work that never changes."""
@@ -81,7 +81,7 @@ def test_a_request_takes_no_more_time_than_ever(endpoints: int, body_bytes: int,
 def test_the_guard_sees_what_costs_twice() -> None:
     """Were all of it done again, either yardstick would tell."""
     scene = warm(16, 2_000)
-    once, twice = bytecodes_of(scene), scene.request
-    scene.request = lambda: (twice(), twice())  # type: ignore[method-assign]
-    assert bytecodes_of(scene) > 1.5 * once
-    assert ratio_to_fixed_work(scene) > 25.0
+    bytecodes, ratio, once = bytecodes_of(scene), ratio_to_fixed_work(scene), scene.request
+    scene.request = lambda: (once(), once())  # type: ignore[method-assign]
+    assert bytecodes_of(scene) > 1.65 * bytecodes
+    assert ratio_to_fixed_work(scene) > 1.5 * ratio
