@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,11 +125,13 @@ class Vllm:
         self.port = port
         self.address = f"127.0.0.1:{port}"
         self.log = folder / f"vllm-{port}.log"
+        self._sockets = tempfile.mkdtemp(prefix="vllm-")
         self._environment = {
             **unmeasured(), **SETTINGS,
             # what a first start learns of the model's class spares every other one an import of torch
             "VLLM_CACHE_ROOT": str(cache_folder() / "vllm-cache"),
-            "VLLM_RPC_BASE_PATH": str(folder), **settings,
+            # a socket's path has 107 characters, and a test's folder may use them up
+            "VLLM_RPC_BASE_PATH": self._sockets, **settings,
         }  # fmt: skip
         self._command = [
             str(python_with_vllm()), "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model(size)),
@@ -194,3 +197,4 @@ class Vllm:
     def stop(self) -> None:
         """End it, whatever state it is in, at once."""
         self.kill()
+        shutil.rmtree(self._sockets, ignore_errors=True)

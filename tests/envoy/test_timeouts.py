@@ -39,6 +39,16 @@ def ask(system: System, fault: dict[str, Any] | None = None, **fields: Any) -> h
     return httpx.post(f"{system.url}/v1/chat/completions", json=chat(**fields), headers=headers, timeout=HANG_GUARD_S)
 
 
+def failed(system: System, *labels: str, tries: int) -> None:
+    """So many tries are counted as failed: Envoy tells of them by another stream than of the outcome, perhaps later."""
+
+    def counted() -> float:
+        return system.total("pointsman_attempts_failed_total", *labels)
+
+    eventually(lambda: counted() >= tries, "the failed tries are counted")
+    assert counted() == tries
+
+
 def all_given_back(system: System) -> None:
     """Nothing is in flight any more, and every request was told of."""
     eventually(lambda: sum(system.in_flight().values()) == 0, "all is given back")
@@ -69,7 +79,7 @@ def test_an_answer_that_never_begins_is_a_504_in_json(
     assert outcome["outcome"] == "endpoint_failed"
     assert outcome["failed"] == "upstream_request_timeout"
     assert outcome["attempts"] == (2 if stream else 1)
-    assert system.total("pointsman_attempts_failed_total", "upstream_request_timeout") == (2 if stream else 1)
+    failed(system, "upstream_request_timeout", tries=2 if stream else 1)
 
 
 def test_a_stream_that_does_not_begin_in_time_is_tried_elsewhere(
@@ -193,7 +203,7 @@ def test_a_stream_that_falls_silent_is_cut(
             stream.rest()
     outcome = system.decision(stream.request_id)["outcome"]
     assert (outcome["outcome"], outcome["failed"], outcome["attempts"]) == ("endpoint_failed", why, 1)
-    assert system.total("pointsman_attempts_failed_total", stream.endpoint, why) == 1
+    failed(system, stream.endpoint, why, tries=1)
     all_given_back(system)
 
 
