@@ -469,7 +469,12 @@ def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
         if failed is None:
             # An attempt that ended well says nothing new: where it ran was told when it started.
             return Attempt(_request_id(entry), None, None)
-    return Attempt(_request_id(entry), _address(common), failed, _attempt_number(entry))
+    why = _AS_THE_OTHER_LOG.get(failed, failed) if failed else None
+    return Attempt(_request_id(entry), _address(common), why, _attempt_number(entry))
+
+
+_AS_THE_OTHER_LOG = {"stream_idle_timeout": "upstream_request_timeout"}
+"""Envoy has two flags for a try that fell silent, one in each log. Either log may come first; a reason has one name."""
 
 
 def _attempt_number(entry: accesslog_pb2.HTTPAccessLogEntry) -> int:

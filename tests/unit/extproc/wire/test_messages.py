@@ -463,7 +463,19 @@ def test_an_answer_whose_client_may_not_have_read_is_held_against_nobody(
     entry.common_properties.time_to_last_upstream_tx_byte.FromNanoseconds(1)
     entry.common_properties.upstream_wire_bytes_received = received_bytes
     [told] = logged(entry)
-    assert told.failed == (flag if charged else None)
+    name = "upstream_request_timeout" if kind == UPSTREAM_END else flag
+    assert told.failed == (name if charged else None)
+
+
+def test_a_try_that_fell_silent_has_one_name_in_both_logs() -> None:
+    """Envoy has a flag for it in each, and either may come first."""
+    entries = [
+        entry_of(UPSTREAM_END, stream_idle_timeout=True),
+        entry_of(DOWNSTREAM_END, upstream_request_timeout=True),
+    ]
+    for entry in entries:
+        entry.common_properties.time_to_last_upstream_tx_byte.FromNanoseconds(1)
+    assert [told.failed for entry in entries for told in logged(entry)] == ["upstream_request_timeout"] * 2
 
 
 def test_a_request_that_fell_silent_before_an_endpoint_had_it_is_held_against_nobody() -> None:
