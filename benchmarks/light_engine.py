@@ -4,7 +4,7 @@ Answers as vLLM would, far enough for our probes and scrapes; a streamed answer 
 every `every_s` seconds, until its client leaves or so many have come. Bodies are counted, not read. One process, one
 port per engine, ended by SIGTERM.
 
-    python -m benchmarks.light_engine --ports 8001,8002 --every-s 5
+    python -m benchmarks.light_engine 8001,8002 --every-s 5
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SpareMemory:
         self._clock, self._resident, self._trim = clock, resident, trim
         self._busy_count = 0
         self._look_s = clock() + _QUIET_S
-        self._when_quiet_bytes = 0
+        self._when_quiet_bytes = resident()
 
     def tick(self, busy_count: int, *, busy: bool) -> bool:
         """Whether it is time to give back. `busy_count` grows with every large body; `busy`: there are some now."""
@@ -63,8 +63,9 @@ class SpareMemory:
         if now_s < self._look_s:
             return False
         self._look_s = now_s + _QUIET_S
-        before = self._when_quiet_bytes = self._when_quiet_bytes or self._resident()
-        return self._resident() > before + _MUCH_BYTES
+        now = self._resident()
+        self._when_quiet_bytes = min(self._when_quiet_bytes, now)
+        return now > self._when_quiet_bytes + _MUCH_BYTES
 
     async def give_back(self) -> None:
         """Do it."""

@@ -190,7 +190,12 @@ class Pipeline:
 
     async def _decide_read(self, incoming: Incoming, flight: Flight, reading: asyncio.Task[Read | Refusal]) -> Reply:
         """The decision, once the body has been read. Cancelled with its stream, before anything is taken."""
-        reply = self._reply(flight, incoming.headers, incoming.body, await reading)
+        try:
+            read = await reading
+        except Exception as error:
+            log.exception("reading failed", error=str(error))
+            read = INTERNAL_ERROR
+        reply = self._reply(flight, incoming.headers, incoming.body, read)
         return await reply.ready if isinstance(reply, Pending) else reply
 
     async def _decide_matched(
@@ -234,6 +239,8 @@ class Pipeline:
         if len(body) > generation.config.limits.request_body_bytes:
             return too_large(generation)
         api = _api(headers) or (guess(headers, body) if without_path(headers) else OTHER)
+        if isinstance(read, Read) and read.generation is not generation:
+            read = None  # by another config; in steps again, if it is large
         incoming = Incoming(api, headers, body, flight.request_id, read, flight.tenant)
         if read is None and api.model_in in _WITH_BODIES and _reads_slowly(headers, body):
             return self._read_in_steps(incoming, flight)

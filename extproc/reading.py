@@ -31,7 +31,7 @@ class ReadingEvents(Protocol):
     """Who counts what becomes of large bodies."""
 
     def large_body(self, result: str) -> None:
-        """One was read, left by its client before that, or refused."""
+        """One was read, left by its client before that, refused, or we failed at it."""
 
 
 class BodyReader:
@@ -59,7 +59,10 @@ class BodyReader:
 
     def _over(self, size: int, reading: asyncio.Task[Read | Refusal]) -> None:
         self.held_bytes -= size
-        self._events.large_body("left" if reading.cancelled() else "read")
+        if reading.cancelled():
+            self._events.large_body("left")
+        else:
+            self._events.large_body("read" if reading.exception() is None else "failed")
 
     async def _read_in_turn(self, generation: Generation, incoming: Incoming) -> Read | Refusal:
         async with self._turn:

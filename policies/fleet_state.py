@@ -51,7 +51,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("kv_alarm", np.bool_, False),
     ("has_metrics", np.bool_, True),
     ("foreign", np.float64, 0),
-    ("others_level", np.float64, 0),
+    ("others_lately", np.float64, 0),
     ("waiting_level", np.float64, 0),
     ("running_level", np.float64, 0),
     ("kv_used_level", np.float64, 0),
@@ -70,7 +70,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
 _KEPT_ON_REUSE = ("generation",)
 
 
-_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s", "most_running"} | {
+_INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s", "most_running", "others_lately"} | {
     name for name, _, _ in _FIGURES if name.endswith("_level")
 }
 _LEVELS = tuple(
@@ -146,7 +146,8 @@ class FleetState:
     `gpu_used`, `gpu_memory_used`: 0..1, of the engine's GPUs; not a number where nobody tells.
     `routable`: every connected Envoy has acknowledged the address. `traffic_share`: below 1 while it warms up, or is
     degraded.
-    `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart.
+    `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart;
+    `others_lately`: the same by the last half second alone, and below 0 where our count is ahead of the figures.
     `has_metrics`: false for an engine that has none to scrape.
     Of all: `busy_above`: requests at one endpoint, and what is above it is left alone; `refuses_when_busy`: also where
     all are. `avoids_zones`: some endpoints are `avoided`.
@@ -180,7 +181,7 @@ class FleetState:
     kv_alarm: npt.NDArray[np.bool_]
     has_metrics: npt.NDArray[np.bool_]
     foreign: npt.NDArray[np.float64]
-    others_level: npt.NDArray[np.float64]
+    others_lately: npt.NDArray[np.float64]
     waiting_level: npt.NDArray[np.float64]
     running_level: npt.NDArray[np.float64]
     kv_used_level: npt.NDArray[np.float64]
@@ -319,9 +320,9 @@ class FleetState:
         One count is late against the other, so levels are compared; but those of a flood that is over stay high for
         long. So it is never more than the engine's `total`, nor than the difference of the last few figures.
         """
-        before, now = self.others_level.item(slot), total - self.in_flight.item(slot)
+        before, now = self.others_lately.item(slot), total - self.in_flight.item(slot)
         lately = before + (1 - math.exp(-age_s / _OTHERS_S)) * (now - before)
-        self.others_level[slot] = lately
+        self.others_lately[slot] = lately
         levels = self.waiting_level.item(slot) + self.running_level.item(slot) - self.in_flight_level.item(slot)
         others = min(levels, lately, total)
         self.foreign[slot] = others if others >= _FEWEST_FOREIGN else 0.0

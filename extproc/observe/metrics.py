@@ -329,7 +329,11 @@ class Metrics:
 
     def queue_class_gone(self, pool: str, class_name: str) -> None:
         """There is no such class any more."""
-        self._forget((self._queue_requests, (pool, class_name)))
+        gone: list[_Child] = [(self._queue_requests, (pool, class_name)), (self._queue_wait, (pool, class_name))]
+        gone += [(self._queue_left, (pool, class_name, how)) for how in _WAYS_TO_LEAVE]
+        for child in gone:
+            if child in self._children:
+                self._forget(child)
 
     # -- wire
 

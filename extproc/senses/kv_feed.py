@@ -212,6 +212,9 @@ class Source:
         if ended and self.reader.next is None:  # it has said nothing yet
             self._index.forget(self._endpoint, self._rank, empty=True)
             self.reader.next = 0
+        elif not ended:  # half of it is none: it is asked anew
+            self._index.forget(self._endpoint, self._rank, empty=False)
+            self.reader.next = None
 
     async def _take(self, batch: Batch) -> None:
         step = self.reader.judge(batch)

@@ -39,6 +39,19 @@ async def test_it_is_given_back_once_it_is_quiet_after_a_flood() -> None:
     assert not process.due(2)
 
 
+async def test_a_flood_at_the_start_is_no_measure() -> None:
+    """A process restarted under load has never been quiet; and what sinks by itself is the new measure."""
+    process = Process()
+    process.bytes = 400 * MB
+    assert not process.due(1, busy=True)
+    assert process.due(1)
+    await process.spare.give_back()
+    process.bytes = 60 * MB
+    assert not process.due(1)
+    process.bytes = 130 * MB
+    assert process.due(1)
+
+
 def test_the_size_is_the_systems_own() -> None:
     """What grows by 50 MB is seen to."""
     before = resident_bytes()

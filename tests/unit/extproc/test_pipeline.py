@@ -1008,6 +1008,37 @@ async def test_a_large_body_whose_client_leaves_is_read_no_further() -> None:
     assert house.booked()[0] == 1
 
 
+async def test_a_fault_while_a_large_body_is_read_is_a_counted_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere: the client gets an answer, the fault has a counter, and nothing stays held."""
+    house = House(ROOMY)
+
+    def broken(*_: object) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("extproc.reading.read_steps", broken)
+    pending = house.pipeline.decide(house.flights.open(), POST, long_chat(1_200_000))
+    assert isinstance(pending, Pending)
+    answer = await pending.ready
+    assert isinstance(answer, Answer)
+    assert house.events.refusals == [("internal_error", 500)]
+    assert house.events.large_bodies == ["failed"]
+    assert house.pipeline.reader.held_bytes == 0
+
+
+async def test_large_bodies_read_under_another_config_are_read_in_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once in one turn of the loop, which a reload would have all of them do."""
+    house = House(ROOMY)
+    pending = house.pipeline.decide(house.flights.open(), POST, long_chat(1_200_000))
+    assert isinstance(pending, Pending)
+    at_once: list[int] = []
+    monkeypatch.setattr("extproc.request.plans.at_once", at_once.append)
+    house.pipeline.generation = Generation(2, parse(ROOMY))
+    house.fleet.configure(house.pipeline.generation)
+    assert isinstance(await pending.ready, Route)
+    assert at_once == []
+    assert house.events.large_bodies == ["read", "read"]
+
+
 # -- access
 
 GUARDED = CONFIG + f"access: {{api_keys: [{{name: laptop, tenant: acme, sha256: {digest_of('pm-1')}}}]}}\n"

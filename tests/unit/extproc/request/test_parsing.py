@@ -121,7 +121,15 @@ def test_max_tokens_is_a_count_or_nothing(fields: dict[str, Any], max_tokens: in
 
 @pytest.mark.parametrize(
     ("prompt", "choices"),
-    [("a text", 2), (["one", "two", "three"], 6), ([1, 2, 3], 2), ([[1, 2], [3]], 4), ([], 2), ('["no list"]', 2)],
+    [
+        ("a text", 2),
+        ('["no list"]', 2),
+        (["one", "two", "three"], 6),
+        (['a " [ b\\', "", "\\"], 6),
+        ([1, 2, 3], 2),
+        ([[1, 2], [3]], 4),
+        ([], 2),
+    ],
 )
 def test_every_prompt_of_a_completion_has_its_choices(prompt: object, choices: int) -> None:
     """A list of numbers is one prompt, of tokens."""

@@ -538,6 +538,22 @@ async def test_while_an_engine_says_again_it_may_hold_more() -> None:
     assert index.is_known("e")
 
 
+async def test_a_replay_that_breaks_off_makes_nothing_known() -> None:
+    """What came of it may be the smaller half, and what was dropped since would be promised."""
+    index = PreciseIndex(10)
+    index.keep_ranks("e", [0])
+    source, _ = _source_that_replays([], index=index)
+
+    async def replay(_: int) -> AsyncGenerator[Batch, None]:
+        yield _batch(0, 0.0)
+        raise TimeoutError
+
+    source._replay = replay  # type: ignore[method-assign] # in the place of a socket
+    await source._catch_up()
+    assert not index.is_known("e")
+    assert source.reader.next is None
+
+
 async def test_a_replay_that_is_none_makes_nothing_known() -> None:
     """An engine that answers with something else has not said that it holds nothing."""
     port, replay = _free_port(), _free_port()
