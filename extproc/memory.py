@@ -3,7 +3,8 @@
 The launcher has glibc keep what is freed (launcher.py says why); without more, a flood's peak would stay for ever. So
 when no large body has come for a while and the process is much larger than it last was when quiet, glibc is told to
 give back what it does not use: whole pages anywhere, not only at the heap's end. That takes milliseconds per hundred
-megabytes, in a thread, and the next flood pays for its pages again.
+megabytes, in a thread; the loop may have to wait for the allocator meanwhile, which is why it is done when it is quiet.
+The next flood pays for its pages again.
 
 Rejected: MALLOC_ARENA_MAX and lower thresholds, which give back at each request what the next one needs.
 """

@@ -108,7 +108,7 @@ class Limits(Model):
     request_body_bytes: Positive = 32 * 1024 * 1024
     large_body_bytes: Positive = Field(
         512 * 1024 * 1024,
-        description="of bodies over 1 MiB that wait to be read, or kilobytes that inflate to more; beyond it 503",
+        description="of bodies over 1 MiB, or that inflate to more than 256 KiB, wait to be read; beyond it 503",
     )
     endpoints: Positive = 4_096
     open_requests: Positive = 100_000

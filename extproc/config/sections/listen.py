@@ -64,7 +64,7 @@ class Listen(Model):
     @classmethod
     def _fits_a_socket(cls, value: Path | Literal[False] | None) -> Path | Literal[False] | None:
         if isinstance(value, Path) and not fits_a_socket(value):
-            raise ValueError(f"a Unix socket's path must be short: {LONGEST_LANE} characters for the folder")
+            raise ValueError(f"a Unix socket's path must be short: {LONGEST_LANE} bytes for the folder")
         return value
 
     @property
