@@ -13,24 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Callable
+
+from extproc.observe.tallies import TimesByLabel
 
 EVERY_S = 0.05
 BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-class Lateness:
-    """Counts of how often it was how late, in seconds."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Once more."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.total_s += seconds
 
 
 class LoopLag:
@@ -39,7 +27,8 @@ class LoopLag:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, cpu: Callable[[], float] = time.thread_time
     ) -> None:
-        self.all, self.own = Lateness(), Lateness()
+        self.times = TimesByLabel("pointsman_loop_lag_seconds", "How late the decision loop was", "of", BOUNDS_S)
+        self.all, self.own = self.times.of("all"), self.times.of("own")
         self._clock, self._cpu = clock, cpu
         self._due_s = self._used_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -56,8 +45,8 @@ class LoopLag:
     def tick(self) -> None:
         """The timer has fired."""
         late_s = max(0.0, self._clock() - self._due_s)
-        self.all.add(late_s)
-        self.own.add(min(late_s, self._cpu() - self._used_s))
+        self.all.observe(late_s)
+        self.own.observe(min(late_s, self._cpu() - self._used_s))
 
     def stop(self) -> None:
         """No more."""

@@ -15,11 +15,11 @@ from typing import TypeVar, cast
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from extproc.breaking import BreakerFigures
-from extproc.observe.loop_lag import BOUNDS_S, LoopLag
+from extproc.observe.loop_lag import LoopLag
 from extproc.observe.tallies import Tally, Times, TimesByLabel
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
@@ -187,7 +187,7 @@ class Metrics:
 
     def observe_loop(self, lag: LoopLag) -> None:
         """Expose how late the loop is whenever Prometheus asks."""
-        self.registry.register(_LoopCollector(lag))
+        self.registry.register(lag.times)
 
     def page(self) -> bytes:
         """The text page."""
@@ -633,17 +633,3 @@ def _gauge(
     for values, value in samples:
         family.add_metric(values, value)
     return family
-
-
-class _LoopCollector(Collector):
-    def __init__(self, lag: LoopLag) -> None:
-        self._lag = lag
-
-    def collect(self) -> Iterable[Metric]:
-        """How late the decision loop was."""
-        family = HistogramMetricFamily("pointsman_loop_lag_seconds", "How late the decision loop was", labels=["of"])
-        for of, lateness in (("all", self._lag.all), ("own", self._lag.own)):
-            ends = [*map(str, BOUNDS_S), "+Inf"]
-            sums = [int(count) for count in np.cumsum(lateness.counts)]
-            family.add_metric([of], list(zip(ends, sums, strict=True)), lateness.total_s)
-        yield family

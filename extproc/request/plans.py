@@ -42,7 +42,7 @@ _LONGEST_MODEL = 256
 class Incoming:
     """One request as it came, under the id we gave it. `read`: what was found in its body, if it was read before.
 
-    `tenant`: whose it is; None where everybody may call.
+    That was by the generation that plans it now. `tenant`: whose it is; None where everybody may call.
     """
 
     api: Api
@@ -125,16 +125,14 @@ def _parse(generation: Generation, incoming: Incoming, plain: bytes) -> Parsed |
     return parse_body(incoming.api, plain, default, generation.bounds)
 
 
-def _read_before(generation: Generation, incoming: Incoming) -> Read | Refusal | None:
-    """What was read of it before, unless the config has changed since. A plan has a request of its own to change."""
+def _read_before(incoming: Incoming) -> Read | Refusal | None:
+    """What was read of it before. A plan has a request of its own to change."""
     read = incoming.read
-    if not isinstance(read, Read):
-        return read
-    return replace(read, request=copy(read.request)) if read.generation is generation else None
+    return replace(read, request=copy(read.request)) if isinstance(read, Read) else read
 
 
 def _from_body(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    read = _read_before(generation, incoming) or _read_body(generation, incoming)
+    read = _read_before(incoming) or _read_body(generation, incoming)
     if isinstance(read, Refusal):
         return read
     plain, parsed, target, request = read.plain, read.parsed, read.target, read.request

@@ -165,7 +165,7 @@ def _whole_body(raw: bytes) -> Received | None:
 
 
 def _length_at(raw: bytes, at: int) -> tuple[int, int] | None:
-    """The length that stands there as a varint, after where it begins to count; None for one beyond 32 bits."""
+    """Where a varint that stands there ends, and its value, a length; None for one of more than five bytes."""
     value = 0
     for shift, byte in enumerate(raw[at : at + 5]):
         value |= (byte & 0x7F) << 7 * shift

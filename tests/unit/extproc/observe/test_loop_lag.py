@@ -54,8 +54,8 @@ def test_the_page_shows_it_as_a_histogram() -> None:
     clocks, metrics = Clocks(), Metrics()
     lag = clocks.lag()
     metrics.observe_loop(lag)
-    lag.all.add(0.0015)
-    lag.all.add(3.0)
+    lag.all.observe(0.0015)
+    lag.all.observe(3.0)
     registry: CollectorRegistry = metrics.registry
     name = "pointsman_loop_lag_seconds"
     found = [
