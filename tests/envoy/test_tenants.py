@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -155,28 +156,47 @@ def test_with_a_queue_accounts_hold_through_aborts_and_a_killed_engine(
     system.wait_pickable(pair[0].address)
 
 
+def _leaves(number: int) -> bool:
+    """Whether this client leaves before his answer has ended: a third does."""
+    return number % 3 == 0
+
+
 async def _told(system: System, victim: Engine) -> dict[str, int]:
     """By tenant, the tokens that the usage of whole answers told."""
     told = {"flood": 0, "calm": 0}
     rng = random.Random(11)
     limits = httpx.Limits(max_connections=None)
+    some_wait = asyncio.Event()
+
     async with httpx.AsyncClient(base_url=system.url, timeout=HANG_GUARD_S, limits=limits) as client:
 
-        async def one(number: int) -> None:
+        async def ask(number: int) -> None:
             tenant = "flood" if number % 2 else "calm"
-            leaves = number % 3 == 0
             # who leaves asks for more than he can get, or we could not say whether his answer was whole
-            body = chat(f"{number} " * 50, stream=True, max_tokens=50_000 if leaves else rng.randrange(5, 60))
-            leaves_after_s = rng.random() if leaves else HANG_GUARD_S
-            try:
-                async with asyncio.timeout(leaves_after_s):
-                    answer = await client.post(CHAT, json=body, headers=bearer(FLOOD if number % 2 else CALM))
-            except (httpx.HTTPError, TimeoutError):
-                return
+            body = chat(f"{number} " * 50, stream=True, max_tokens=50_000 if _leaves(number) else rng.randrange(5, 60))
+            answer = await client.post(CHAT, json=body, headers=bearer(FLOOD if number % 2 else CALM))
             if answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"):
                 told[tenant] += _usage(answer)["total_tokens"]
-            if number == 100:
-                victim.kill()
 
-        await asyncio.gather(*(one(number) for number in range(200)))
+        async def one(number: int) -> None:
+            # a fast system would have answered, a slow one not have heard of, whoever left after a fixed time
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                if _leaves(number):
+                    asking = asyncio.create_task(ask(number))
+                    await some_wait.wait()
+                    await asyncio.wait([asking], timeout=rng.random())
+                    asking.cancel()
+                    await asyncio.gather(asking, return_exceptions=True)
+                else:
+                    await ask(number)
+                if number == 100:
+                    victim.kill()
+
+        asked = asyncio.gather(*(one(number) for number in range(200)))
+        # those who leave hold every place until they do, so the rest piles up: more than those who would stay
+        await asyncio.to_thread(
+            eventually, lambda: system.total("pointsman_queue_requests") > 140, "some of those who leave wait"
+        )
+        some_wait.set()
+        await asked
     return told
