@@ -181,7 +181,7 @@ class Pipeline:
         return self._refuse(flight, headers, outcome, len(body))
 
     def _read_in_steps(self, incoming: Incoming, flight: Flight) -> Pending | Refusal:
-        reading = self.reader.read(self.generation, incoming)
+        reading = self.reader.read(self.generation, incoming, _USABLE_HOLD * flight.hold_s or None)
         if isinstance(reading, Refusal):
             return reading
         decided = asyncio.ensure_future(self._decide_read(incoming, flight, reading))

@@ -31,7 +31,7 @@ class ReadingEvents(Protocol):
     """Who counts what becomes of large bodies."""
 
     def large_body(self, result: str) -> None:
-        """One was read, left by its client before that, refused, or we failed at it."""
+        """One was read, left by its client before that, refused, not read in time, or we failed at it."""
 
 
 class BodyReader:
@@ -45,15 +45,20 @@ class BodyReader:
         self.held_bytes = 0
         self.taken = 0
 
-    def read(self, generation: Generation, incoming: Incoming) -> asyncio.Task[Read | Refusal] | Refusal:
-        """What is found in it, in its turn; cancelled, it is read no further. A refusal if too much waits already."""
+    def read(
+        self, generation: Generation, incoming: Incoming, most_wait_s: float | None = None
+    ) -> asyncio.Task[Read | Refusal] | Refusal:
+        """What is found in it, in its turn; cancelled, it is read no further. A refusal if too much waits already.
+
+        `most_wait_s`: after so long there is a refusal, for a gateway that would give up; None if that is not known.
+        """
         size = len(incoming.body)
         if self.held_bytes and self.held_bytes + size > self._most_bytes():
             self._events.large_body("refused")
-            return _too_many()
+            return _NO_ROOM
         self.held_bytes += size
         self.taken += 1
-        reading = asyncio.ensure_future(self._read_in_turn(generation, incoming))
+        reading = asyncio.ensure_future(self._read_in_time(generation, incoming, most_wait_s))
         reading.add_done_callback(partial(self._over, size))
         return reading
 
@@ -61,12 +66,19 @@ class BodyReader:
         self.held_bytes -= size
         if reading.cancelled():
             self._events.large_body("left")
+        elif reading.exception() is not None:
+            self._events.large_body("failed")
         else:
-            self._events.large_body("read" if reading.exception() is None else "failed")
+            self._events.large_body("late" if reading.result() is _TOO_LATE else "read")
 
-    async def _read_in_turn(self, generation: Generation, incoming: Incoming) -> Read | Refusal:
-        async with self._turn:
-            return await self._read(generation, incoming)
+    async def _read_in_time(
+        self, generation: Generation, incoming: Incoming, most_wait_s: float | None
+    ) -> Read | Refusal:
+        try:
+            async with asyncio.timeout(most_wait_s), self._turn:
+                return await self._read(generation, incoming)
+        except TimeoutError:
+            return _TOO_LATE
 
     async def _read(self, generation: Generation, incoming: Incoming) -> Read | Refusal:
         plain: bytes | Refusal = incoming.body
@@ -89,6 +101,9 @@ class BodyReader:
         self._inflating.shutdown(wait=False, cancel_futures=True)
 
 
-def _too_many() -> Refusal:
-    message = "too many large bodies at once; try again"
+def _too_many(message: str) -> Refusal:
     return Refusal(503, "server_error", message, Reason.TOO_MANY_LARGE_BODIES, retry_after_s=RETRY_AFTER_S)
+
+
+_NO_ROOM = _too_many("too many large bodies at once; try again")
+_TOO_LATE = _too_many("too many large bodies at once: this one could not be read in time; try again")

@@ -1008,6 +1008,24 @@ async def test_a_large_body_whose_client_leaves_is_read_no_further() -> None:
     assert house.booked()[0] == 1
 
 
+async def test_a_large_body_waits_no_longer_than_its_gateway() -> None:
+    """One that is not read by then is refused in words, and the next one of a patient gateway is read."""
+    house = House(ROOMY)
+    waiting = []
+    for hold_s in (0.0, 1e-6, 600.0):
+        flight = house.flights.open()
+        flight.hold_s = hold_s
+        waiting.append(house.pipeline.decide(flight, POST, long_chat(1_200_000)))
+    unknown, hurried, patient = [await pending.ready for pending in waiting if isinstance(pending, Pending)]
+    assert isinstance(unknown, Route)
+    assert isinstance(hurried, Answer)
+    assert b"could not be read in time" in hurried.body
+    assert isinstance(patient, Route)
+    assert house.events.refusals == [("too_many_large_bodies", 503)]
+    assert sorted(house.events.large_bodies) == ["late", "read", "read"]
+    assert house.pipeline.reader.held_bytes == 0
+
+
 async def test_a_fault_while_a_large_body_is_read_is_a_counted_500(monkeypatch: pytest.MonkeyPatch) -> None:
     """As everywhere: the client gets an answer, the fault has a counter, and nothing stays held."""
     house = House(ROOMY)
