@@ -1,16 +1,18 @@
 """The words the whole house speaks: what a request is, what a decision is, why something was refused.
 
-Plain data only. Nothing here reads a clock, draws a number or knows a protocol.
+Plain data only. Nothing here reads a clock, draws a number or knows a protocol. What every request makes anew is a
+msgspec.Struct: its constructor is C's, where a dataclass' takes some bytecodes for each field.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -156,8 +158,7 @@ class Precise:
         return address in self.tokens and address not in self.blind
 
 
-@dataclass(slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct):
     """One inference request as the policies see it.
 
     `prompt` is the raw JSON of the API's prompt fields (`tools`, then `messages`, say), never re-serialised.
@@ -197,8 +198,7 @@ class InferenceRequest:
     may_wait: bool = False
 
 
-@dataclass(slots=True)
-class Ranking:
+class Ranking(msgspec.Struct):
     """What a picker makes of the scores: slots in order of preference, and the working for the explanation.
 
     `scores` and every array in `parts` are aligned with `candidates`, not with `order`.
@@ -207,11 +207,10 @@ class Ranking:
     order: Sequence[int]
     candidates: Slots
     scores: Floats
-    parts: dict[str, Floats] = field(default_factory=dict)
+    parts: dict[str, Floats] = {}
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(msgspec.Struct):
     """Where a request goes, and everything needed to explain it afterwards.
 
     `order` holds up to `endpoint_list_length` slots, best first; `addresses` are theirs. `fallbacks` says on what less
@@ -238,8 +237,7 @@ class Decision:
     detour_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
+class Promise(msgspec.Struct, frozen=True):
     """What a prefix index promised of one prompt, to be compared with what the engine found (calibration.py).
 
     `stay`: of the endpoint's cache, which was emptied so often. `pinned_tokens`: in use by others then. `parts`: what
@@ -251,8 +249,7 @@ class Promise:
     parts: tuple[tuple[int, int], ...]
 
 
-@dataclass(slots=True)
-class Reservation:
+class Reservation(msgspec.Struct):
     """What one request takes from one endpoint while it runs. Given back exactly once, by its Flight.
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
