@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -121,3 +122,19 @@ def test_escaping_a_text_does_not_change_its_cjk_share(text: str) -> None:
     raw = json.dumps(text, ensure_ascii=False).encode()
     escaped = json.dumps(text).encode()
     assert estimate_tokens(raw, RATES) == estimate_tokens(escaped, RATES)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["word ", "\\", "u", "\\u4f60", "你", "é", ";b", "\u2fff", "\ud7ff"]), min_size=1, max_size=30
+    )
+)
+def test_a_long_text_is_counted_like_a_short_one(parts: list[str]) -> None:
+    """Whatever it is made of, a thousand times the same text is a thousand times its tokens, up to rounding."""
+    text = "".join([*parts, " "]).encode()
+    plain, cjk = text, len(re.findall("[\u3000-\ud7ff]", text.decode()))
+    escaped = plain.count(b"\\u")
+    tokens = (len(text) - 3 * cjk - 6 * escaped) / RATES.bytes_per_token
+    tokens += (cjk + escaped) * RATES.tokens_per_cjk_character
+    assert estimate_tokens(text * 2_000, RATES) == max(1, round(2_000 * tokens))
