@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+import msgspec
+
 from extproc.access.gate import Caller
 from extproc.usage_reports import Report
 from policies.admission.breakers import Breaker
@@ -31,6 +33,8 @@ REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
 
 
+LONGEST_PATH = 200
+"""Characters of a path that are remembered."""
 TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 """Names of Envoy's response flags for its time limits: on a try, on the whole, on silence."""
 BROKE = "status_500"
@@ -62,8 +66,7 @@ class Attempt:
     number: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Tokens of one request as the engine counted them; `cached_tokens` None where it does not say."""
 
     prompt_tokens: int
@@ -71,9 +74,10 @@ class Usage:
     cached_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True):
     """How a request went, as the access log tells it. Times in seconds; None where Envoy did not measure it.
+
+    Made by C, as policies/types.py has it: of each request there is one.
 
     `upstream_s`: from all of it sent to the endpoint until the last byte of the answer; `ttft_s`: the same until the
     first.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 from extproc.breaking import Breaking
 from extproc.fleet.fleet import Fleet
@@ -75,9 +74,7 @@ class Outcomes:
         """The access-log entry came."""
         pool, outcome = self._pool(flight), outcome_of(completion)
         if completion.address is not None and outcome in {"ok", "client_error"}:
-            self._fleet.observe(completion.address, Evidence.SERVED)
-            if outcome == "ok" and completion.ttft_s is not None:
-                self._fleet.served_after(completion.address, completion.ttft_s)
+            self._fleet.served(completion.address, completion.ttft_s if outcome == "ok" else None)
         self._metrics.completed(pool, outcome, completion.ttft_s, completion.duration_s)
         if completion.usage is not None:
             self._metrics.used_tokens(pool, "prompt", completion.usage.prompt_tokens)
@@ -90,7 +87,7 @@ class Outcomes:
             self._breaking.settled(flight, outcome, completion)
         if self._idempotency is not None:
             self._idempotency.settle(flight, outcome)
-        self._decisions.finish(flight.request_id, flight.served_by, _describe(completion, outcome))
+        self._decisions.finish(flight.request_id, flight.served_by, outcome, completion)
         if self._request_log is not None:
             self._request_log.settled(flight, completion, outcome)
 
@@ -103,7 +100,7 @@ class Outcomes:
             self._breaking.forgot(flight)
         if self._idempotency is not None:
             self._idempotency.settle(flight, _UNTOLD)
-        self._decisions.finish(flight.request_id, flight.served_by, {"outcome": _UNTOLD})
+        self._decisions.finish(flight.request_id, flight.served_by, _UNTOLD)
         if self._request_log is not None:
             self._request_log.missing(flight, _UNTOLD)
 
@@ -144,21 +141,3 @@ def outcome_of(completion: Completion) -> str:
     if completion.status >= 400:
         return "client_error"
     return "ok" if completion.status else "no_answer"
-
-
-def _describe(completion: Completion, outcome: str) -> dict[str, object]:
-    return {
-        "outcome": outcome,
-        "status": completion.status,
-        "flags": list(completion.flags),
-        "details": completion.details,
-        "attempts": completion.attempts,
-        "failed": completion.failed,
-        "ttft_s": _rounded(completion.ttft_s),
-        "duration_s": _rounded(completion.duration_s),
-        "usage": asdict(completion.usage) if completion.usage is not None else None,
-    }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)

@@ -329,14 +329,15 @@ class FleetState:
 
     def timed(self, slot: int, ttft_s: float, now_s: float) -> None:
         """A request's first byte came after `ttft_s`."""
-        passed_s = max(0.0, now_s - float(self.ttft_at_s[slot]))
+        passed_s = max(0.0, now_s - self.ttft_at_s.item(slot))
         self.ttft_at_s[slot] = now_s
         for mean, weight, memory_s in (
             (self.ttft_1m_s, self.ttft_1m_weight, MINUTE_S),
             (self.ttft_5m_s, self.ttft_5m_weight, FIVE_MINUTES_S),
         ):
-            weight[slot] = weight[slot] * math.exp(-passed_s / memory_s) + 1
-            mean[slot] += (ttft_s - mean[slot]) / weight[slot]
+            weight[slot] = answers = weight.item(slot) * math.exp(-passed_s / memory_s) + 1
+            before = mean.item(slot)
+            mean[slot] = before + (ttft_s - before) / answers
 
     # -- what requests take and give back
 

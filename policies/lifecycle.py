@@ -199,6 +199,8 @@ class Lifecycle:
         if evidence is Evidence.UNFIT:
             self.unfit = True
         self._count(evidence, now_s)
+        if evidence is Evidence.SERVED and self.state is State.READY:
+            return False  # of almost every request: nothing is better than that
         after, reason = self._next(evidence, now_s)
         if after is self.state:
             self.reason = reason
@@ -221,12 +223,12 @@ class Lifecycle:
             self.tripped = False
 
     def _count(self, evidence: Evidence, now_s: float) -> None:
-        if evidence is Evidence.PROBE_OK:
+        if evidence is Evidence.SERVED or evidence is Evidence.ACQUITTED:
+            self._count_served(evidence, now_s)
+        elif evidence is Evidence.PROBE_OK:
             self._count_good_probe()
         elif evidence in (Evidence.PROBE_REFUSED, Evidence.PROBE_FAILED):
             self.failed_probes += 1
-        elif evidence in (Evidence.SERVED, Evidence.ACQUITTED):
-            self._count_served(evidence, now_s)
         elif evidence in FAILURES:
             self._count_failure(evidence, now_s)
         if evidence in _ANOTHER_PROCESS:

@@ -425,8 +425,7 @@ class Fleet:
             evidence = self._refused(member)
         failed = evidence in FAILURES
         if failed or evidence in (Evidence.SERVED, Evidence.ACQUITTED):
-            ewma = self.state.error_ewma
-            ewma[member.slot] += _ERROR_WEIGHT * (failed - ewma[member.slot])
+            self._follow_errors(member.slot, failed=failed)
         self._observe(member, evidence)
         if failed:
             self.state.timed(member.slot, _FAILURE_COUNTS_AS_S, self._clock())
@@ -452,11 +451,19 @@ class Fleet:
         self._hold(member, _ENGINE, drain=False)  # what drained has ended
         return Evidence.PROBE_REFUSED
 
-    def served_after(self, address: str, ttft_s: float) -> None:
-        """An endpoint's first byte came after `ttft_s`."""
-        slot = self.state.slot_of(address)
-        if slot is not None:
-            self.state.timed(slot, ttft_s, self._clock())
+    def served(self, address: str, ttft_s: float | None) -> None:
+        """A request was answered, its first byte after `ttft_s` if that is told. Unknown addresses are ignored."""
+        member = self._members.get(address)
+        if member is None:
+            return
+        self._follow_errors(member.slot, failed=False)
+        self._observe(member, Evidence.SERVED)
+        if ttft_s is not None:
+            self.state.timed(member.slot, ttft_s, self._clock())
+
+    def _follow_errors(self, slot: int, *, failed: bool) -> None:
+        before = self.state.error_ewma.item(slot)
+        self.state.error_ewma[slot] = before + _ERROR_WEIGHT * (failed - before)
 
     def _observe(self, member: _Member, evidence: Evidence) -> None:
         before = member.lifecycle.state

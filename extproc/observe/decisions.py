@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from extproc.flight import LONGEST_PATH, Completion
 from policies.placement.placement import Unplaceable
 from policies.types import Decision, Filtered, InferenceRequest, Refusal
 
-_LONGEST_PATH = 200
 _DIGITS = 6
 _MOST_ROWS = 5_000
 """Candidates and filtered endpoints told in one answer. JSON of more holds the interpreter for tens of milliseconds."""
@@ -38,7 +39,8 @@ class Record:
     class_name: str | None
     decision: Decision
     served_by: str | None = None
-    outcome: dict[str, Any] | None = None
+    outcome: str | None = None
+    completion: Completion | None = None
 
 
 class DecisionLog:
@@ -77,7 +79,7 @@ class DecisionLog:
         self, time_s: float, request_id: str, path: str, refusal: Refusal, tenant: str | None = None
     ) -> None:
         """Keep one refusal."""
-        self._refusals.append((time_s, request_id, path[:_LONGEST_PATH], tenant, refusal))
+        self._refusals.append((time_s, request_id, path[:LONGEST_PATH], tenant, refusal))
 
     def read_refusals(self, limit: int) -> list[dict[str, Any]]:
         """The newest `limit` refusals, newest first."""
@@ -87,12 +89,13 @@ class DecisionLog:
             for time_s, request_id, path, tenant, refusal in reversed(newest)
         ]
 
-    def finish(self, request_id: str, served_by: str | None, outcome: dict[str, Any]) -> None:
+    def finish(
+        self, request_id: str, served_by: str | None, outcome: str, completion: Completion | None = None
+    ) -> None:
         """Note how a request went, if its record is still here."""
         record = self._by_id.get(request_id)
         if record is not None:
-            record.served_by = served_by
-            record.outcome = outcome
+            record.served_by, record.outcome, record.completion = served_by, outcome, completion
 
     def read(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
         """The newest `limit` decisions, newest first, or the one with `request_id`.
@@ -128,8 +131,28 @@ def _explain_record(record: Record, *, whole: bool) -> dict[str, Any]:
         **(explain(decision) if whole else _outline(decision) | {"candidates": [], "filtered": []}),
         "rows_left_out": 0 if whole else _rows(decision),
         "served_by": record.served_by,
-        "outcome": record.outcome,
+        "outcome": None if record.outcome is None else _explain_end(record.outcome, record.completion),
     }
+
+
+def _explain_end(outcome: str, completion: Completion | None) -> dict[str, Any]:
+    if completion is None:
+        return {"outcome": outcome}
+    return {
+        "outcome": outcome,
+        "status": completion.status,
+        "flags": list(completion.flags),
+        "details": completion.details,
+        "attempts": completion.attempts,
+        "failed": completion.failed,
+        "ttft_s": _rounded(completion.ttft_s),
+        "duration_s": _rounded(completion.duration_s),
+        "usage": None if completion.usage is None else msgspec.structs.asdict(completion.usage),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)
 
 
 def explain(decision: Decision) -> dict[str, Any]:

@@ -10,7 +10,7 @@ and ours reads FleetState by its tuple of addresses, which is replaced and never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from extproc.breaking import BreakerFigures
 from extproc.observe.loop_lag import LoopLag
-from extproc.observe.tallies import Tally, Times, TimesByLabel
+from extproc.observe.tallies import Counts, Tally, Times, TimesByLabel
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import SOURCES, FleetState
@@ -33,6 +33,7 @@ _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 
 
 
 _Family = TypeVar("_Family", Counter, Gauge, Histogram)
+_Plain = TypeVar("_Plain", Counts, TimesByLabel)
 _Child = tuple[Counter | Gauge | Histogram, tuple[str, ...]]
 """What names a series: its family and the values of its labels."""
 
@@ -46,6 +47,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._label_names: dict[Counter | Gauge | Histogram, tuple[str, ...]] = {}
         self._children: dict[_Child, Counter | Gauge | Histogram] = {}
+        self._plain: list[Counts | TimesByLabel] = []
         self._children_of: dict[tuple[str, str], set[_Child]] = {}  # by ("pool", name) and ("endpoint", address)
         self._indexed_pools: frozenset[str] = frozenset()
         self._requests()
@@ -58,24 +60,21 @@ class Metrics:
         self._decisions = self._counter("decisions", "Requests routed", "pool", "endpoint", "reason")
         self._refusals = self._counter("refusals", "Requests answered with an error by us", "reason", "status")
         self._answers = self._counter("answers", "Requests answered by us without an engine", "what")
-        self._stages = TimesByLabel(
-            "pointsman_stage_seconds", "Time of one step of the decision", "stage", _STAGE_BUCKETS_S
-        )
-        self.registry.register(self._stages)
+        self._stages = self._times("stage_seconds", "Time of one step of the decision", "stage", _STAGE_BUCKETS_S)
         self._prompt_tokens = self._counter("prefix_prompt_tokens", "Estimated prompt tokens routed", "pool")
         self._matched_tokens = self._counter("prefix_matched_tokens", "Of these, believed cached where routed", "pool")
-        self._predicted_tokens = self._counter(
+        self._predicted_tokens = self._counts(
             "prefix_predicted_tokens", "Prompt tokens believed cached, of answers that tell what was", "pool"
         )
-        self._found_tokens = self._counter("prefix_found_tokens", "Prompt tokens found cached, of the same", "pool")
+        self._found_tokens = self._counts("prefix_found_tokens", "Prompt tokens found cached, of the same", "pool")
         self._fallbacks = self._counter("fallbacks", "Decisions made on less than full knowledge", "reason")
         self._moved = self._counter("requests_moved", "Requests served elsewhere than first chosen", "pool")
         self._retries = self._counter("retries", "Tries of requests beyond the first", "pool")
         self._attempts_failed = self._counter("attempts_failed", "Tries an endpoint failed", "endpoint", "why")
         self._no_known_address = self._counter("no_known_address", "503: Envoy knew none of the picked addresses")
-        self._completions = self._counter("completions", "Finished requests by outcome", "pool", "outcome")
-        self._ttft = self._histogram("ttft_seconds", "First body byte from the engine", _TTFT_BUCKETS_S, "pool")
-        self._duration = self._histogram("request_seconds", "Whole request", _DURATION_BUCKETS_S, "pool")
+        self._completions = self._counts("completions", "Finished requests by outcome", "pool", "outcome")
+        self._ttft = self._times("ttft_seconds", "First body byte from the engine", "pool", _TTFT_BUCKETS_S)
+        self._duration = self._times("request_seconds", "Whole request", "pool", _DURATION_BUCKETS_S)
         self._tenant_tokens = self._counter(
             "tenant_tokens", "Tokens charged to tenants; those not named are one", "tenant", "source"
         )
@@ -97,7 +96,7 @@ class Metrics:
         self._queue_wait = self._histogram(
             "queue_wait_seconds", "How long they waited", _DURATION_BUCKETS_S, "pool", "class"
         )
-        self._tokens = self._counter("usage_tokens", "Tokens as the engines report them", "pool", "kind")
+        self._tokens = self._counts("usage_tokens", "Tokens as the engines report them", "pool", "kind")
 
     def _wire(self) -> None:
         phases = [phase.name.lower() for phase in Phase]
@@ -107,7 +106,7 @@ class Metrics:
         self._lane_connections = self._gauge("lane_connections", "Connections of our own Envoy to the lane's sockets")
         self._lane_failures = self._counter("lane_failures", "Lane connections ended by a broken protocol", "code")
         self._large_bodies = self._counter("large_bodies", "Large bodies, to be read between small ones", "result")
-        self._entries = self._counter("access_log_entries", "Access-log entries", "kind", "result")
+        self._entries = self._counts("access_log_entries", "Access-log entries", "kind", "result")
         self._envoy_answers = self._counter("envoy_answers", "Requests Envoy answered itself, undecided", "status")
         self._missing = self._counter("access_log_missing", "Finished requests whose entry never came")
         self._xds = self._counter("xds_messages", "xDS messages", "event", "type")
@@ -171,6 +170,17 @@ class Metrics:
         self._label_names[family] = labels
         return family
 
+    def _counts(self, name: str, text: str, *labels: str) -> Counts:
+        return self._registered(Counts(f"pointsman_{name}", text, *labels))
+
+    def _times(self, name: str, text: str, label: str, buckets_s: Sequence[float]) -> TimesByLabel:
+        return self._registered(TimesByLabel(f"pointsman_{name}", text, label, buckets_s))
+
+    def _registered(self, family: _Plain) -> _Plain:
+        self._plain.append(family)
+        self.registry.register(family)
+        return family
+
     def observe_state(
         self,
         state: FleetState,
@@ -213,6 +223,8 @@ class Metrics:
         """Drop every series of one pool or endpoint."""
         for child in self._children_of.pop((label, value), set()):
             self._forget(child)
+        for family in self._plain:
+            family.drop(label, value)
 
     def _forget(self, child: _Child) -> None:
         family, labels = child
@@ -265,22 +277,22 @@ class Metrics:
 
     def completed(self, pool: str, outcome: str, ttft_s: float | None, duration_s: float | None) -> None:
         """A request's access-log entry came."""
-        self._child(self._completions, pool, outcome).inc()
+        self._completions.add((pool, outcome))
         if ttft_s is not None:
-            self._child(self._ttft, pool).observe(ttft_s)
+            self._ttft.of(pool).observe(ttft_s)
         if duration_s is not None:
-            self._child(self._duration, pool).observe(duration_s)
+            self._duration.of(pool).observe(duration_s)
 
     def used_tokens(self, pool: str, kind: str, tokens: int | None) -> None:
         """Tokens of one kind, as the engine's usage says."""
         if tokens:
-            self._child(self._tokens, pool, kind).inc(tokens)
+            self._tokens.add((pool, kind), tokens)
 
     def compared(self, pool: str, predicted_tokens: float, found_tokens: int) -> None:
         """What was believed cached of one prompt, and what the engine found."""
         if predicted_tokens or found_tokens:
-            self._child(self._predicted_tokens, pool).inc(predicted_tokens)
-            self._child(self._found_tokens, pool).inc(found_tokens)
+            self._predicted_tokens.add((pool,), predicted_tokens)
+            self._found_tokens.add((pool,), found_tokens)
 
     def tenant_used(self, tenant: str, tokens: float, source: str) -> None:
         """A tenant's request was settled, by what this source says that it used."""
@@ -359,7 +371,7 @@ class Metrics:
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""
-        self._child(self._entries, kind, result).inc()
+        self._entries.add((kind, result))
 
     def entry_missing(self) -> None:
         """An access-log entry did not come in time."""

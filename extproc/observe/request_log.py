@@ -27,13 +27,12 @@ import re2
 import structlog
 
 from extproc.config.sections import observing
-from extproc.flight import Completion, Flight, Note
+from extproc.flight import LONGEST_PATH, Completion, Flight, Note
 from policies.admission.patterns import quiet_re2
 from policies.types import InferenceRequest, Refusal
 
 log = structlog.get_logger(__name__)
 
-_LONGEST_PATH = 200
 _DIGITS = 6
 _MARGIN_BYTES = 256
 """Of a prompt beyond what is logged: a secret that the cut falls into must still be known as one."""
@@ -104,7 +103,7 @@ class RequestLog:
     def routed(self, flight: Flight, path: str, request: InferenceRequest, first_endpoint: str) -> None:
         """A request has its place: keep what its line will need."""
         flight.note = Note(
-            path[:_LONGEST_PATH],
+            path[:LONGEST_PATH],
             request.kind,
             request.asked_model,
             request.model,
@@ -138,7 +137,7 @@ class RequestLog:
 
     def stray(self, completion: Completion, outcome: str) -> None:
         """A request ended of which we know nothing: never decided, or routed by a process before this one."""
-        path = completion.path.partition("?")[0][:_LONGEST_PATH]
+        path = completion.path.partition("?")[0]
         line = Line(request_id=completion.request_id, path=path, endpoint=completion.address, outcome=outcome)
         self._put(_ended(line, completion))
 
@@ -152,7 +151,7 @@ class RequestLog:
 
     def _answered(self, flight: Flight, path: str, outcome: str) -> Line:
         took_s = round(self._clock() - flight.opened_at_s, _DIGITS)
-        line = Line(request_id=flight.request_id, path=path[:_LONGEST_PATH], outcome=outcome, duration_s=took_s)
+        line = Line(request_id=flight.request_id, path=path[:LONGEST_PATH], outcome=outcome, duration_s=took_s)
         return _named(line, flight)
 
     def _finish(self, flight: Flight, line: Line) -> None:

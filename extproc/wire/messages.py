@@ -16,9 +16,9 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2, wrappers_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory, struct_pb2, wrappers_pb2
 
-from extproc.flight import REQUEST_ID_BYTES, TIMED_OUT, Attempt, Completion, Usage
+from extproc.flight import LONGEST_PATH, REQUEST_ID_BYTES, TIMED_OUT, Attempt, Completion, Usage
 from extproc.names import (
     ATTEMPT_HEADER,
     CLUSTER_HEADER,
@@ -441,31 +441,30 @@ def read_access_log(raw: bytes) -> list[Attempt | Completion | Malformed]:
         message = als_pb2.StreamAccessLogsMessage.FromString(raw)
     except Exception as error:  # upb's DecodeError has no public name of its own
         raise Malformed(str(error)) from error
-    entries = (_entry_or_fault(entry) for entry in message.http_logs.log_entry)
-    return [entry for entry in entries if entry is not None]
+    found: list[Attempt | Completion | Malformed] = []
+    for entry in message.http_logs.log_entry:
+        try:
+            said = _entry(entry)
+        except Exception as error:  # noqa: BLE001 - one odd entry must not take the others with it
+            said = Malformed(str(error))
+        if said is not None:
+            found.append(said)
+    return found
 
 
-def _entry_or_fault(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | Malformed | None:
-    try:
-        return _entry(entry)
-    except Exception as error:  # noqa: BLE001 - one odd entry must not take the others with it
-        return Malformed(str(error))
-
-
-def _entry(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | None:
-    kind = entry.common_properties.access_log_type
-    if kind in _UPSTREAM_TYPES:
-        return _attempt(entry)
-    if kind in _FINAL_TYPES and not entry.common_properties.intermediate_log_entry:
-        return _completion(entry)
-    return None
+def _entry(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | Malformed | None:
+    common = entry.common_properties
+    kind = common.access_log_type
+    if kind in _FINAL_TYPES and not common.intermediate_log_entry:
+        return _completion(entry, common)
+    return _attempt(entry) if kind in _UPSTREAM_TYPES else None
 
 
 def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
     common = entry.common_properties
     failed = None
     if common.access_log_type == accesslog_pb2.UpstreamEnd:
-        failed = _failure(entry)
+        failed = _failure(common, _flags(common), entry.response.response_code.value)
         if failed is None:
             # An attempt that ended well says nothing new: where it ran was told when it started.
             return Attempt(_request_id(entry), None, None)
@@ -485,21 +484,22 @@ def _attempt_number(entry: accesslog_pb2.HTTPAccessLogEntry) -> int:
 
 def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:
     """The names of the response flags that are set."""
+    if not common.HasField("response_flags"):
+        return ()
     return tuple([field.name for field, _ in common.response_flags.ListFields()])
 
 
-def _failure(entry: accesslog_pb2.HTTPAccessLogEntry) -> str | None:
+def _failure(common: accesslog_pb2.AccessLogCommon, flags: tuple[str, ...], status: int) -> str | None:
     failed = None
-    for name in _flags(entry.common_properties):
+    for name in flags:
         if name in _CLIENT_LEFT:
             return None
-        if name in _ENDPOINT_FAILED or (name in TIMED_OUT and _was_asked(entry.common_properties)):
+        if name in _ENDPOINT_FAILED or (name in TIMED_OUT and _was_asked(common)):
             failed = name
-    if failed in TIMED_OUT and entry.common_properties.upstream_wire_bytes_received > _BUFFERED_BYTES:
+    if failed in TIMED_OUT and common.upstream_wire_bytes_received > _BUFFERED_BYTES:
         return None
     if failed is not None:
         return failed
-    status = entry.response.response_code.value
     return f"status_{status}" if status >= 500 else None
 
 
@@ -508,23 +508,24 @@ def _was_asked(common: accesslog_pb2.AccessLogCommon) -> bool:
     return bool(common.HasField("time_to_last_upstream_tx_byte"))
 
 
-def _completion(entry: accesslog_pb2.HTTPAccessLogEntry) -> Completion:
-    common, request, response = entry.common_properties, entry.request, entry.response
+def _completion(entry: accesslog_pb2.HTTPAccessLogEntry, common: accesslog_pb2.AccessLogCommon) -> Completion:
+    request, response, flags = entry.request, entry.response, _flags(common)
+    status = response.response_code.value
     return Completion(
-        request_id=_request_id(entry),
-        address=_address(common),
-        status=response.response_code.value,
-        flags=_flags(common),
-        details=response.response_code_details,
-        attempts=common.upstream_request_attempt_count,
-        failed=_failure(entry),
-        duration_s=_seconds(common, "duration"),
-        ttft_s=_ttft_s(common),
-        request_bytes=request.request_body_bytes,
-        response_bytes=response.response_body_bytes,
-        usage=_usage(common),
-        path=request.path,
-        upstream_s=_upstream_s(common),
+        _request_id(entry),
+        _address(common),
+        status,
+        flags,
+        response.response_code_details,
+        common.upstream_request_attempt_count,
+        _failure(common, flags, status),
+        _seconds(common.duration) if common.HasField("duration") else None,
+        _ttft_s(common),
+        request.request_body_bytes,
+        response.response_body_bytes,
+        _usage(common),
+        request.path[:LONGEST_PATH],
+        _upstream_s(common),
     )
 
 
@@ -538,25 +539,22 @@ def _request_id(entry: accesslog_pb2.HTTPAccessLogEntry) -> str:
 
 
 def _address(common: accesslog_pb2.AccessLogCommon) -> str | None:
-    if not common.HasField("upstream_remote_address"):
-        return None
     socket = common.upstream_remote_address.socket_address
-    if not socket.address:
+    host = socket.address
+    if not host:
         return None
-    host = f"[{socket.address}]" if ":" in socket.address else socket.address
-    return f"{host}:{socket.port_value}"
+    return f"[{host}]:{socket.port_value}" if ":" in host else f"{host}:{socket.port_value}"
 
 
-def _seconds(common: accesslog_pb2.AccessLogCommon, field: str) -> float | None:
-    if not common.HasField(field):
-        return None
-    span = getattr(common, field)
+def _seconds(span: duration_pb2.Duration) -> float:
     return float(span.seconds + span.nanos * 1e-9)
 
 
 def _upstream_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
-    sent, ended = (_seconds(common, f"time_to_last_upstream_{way}_byte") for way in ("tx", "rx"))
-    return None if sent is None or ended is None or ended < sent else ended - sent
+    if not common.HasField("time_to_last_upstream_tx_byte") or not common.HasField("time_to_last_upstream_rx_byte"):
+        return None
+    took_s = _seconds(common.time_to_last_upstream_rx_byte) - _seconds(common.time_to_last_upstream_tx_byte)
+    return None if took_s < 0.0 else took_s
 
 
 def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:

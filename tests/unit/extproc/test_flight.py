@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from extproc.flight import Attempt, Completion, Flight, Flights, Stage, Usage
 from policies.fleet_state import FleetState
@@ -409,7 +409,7 @@ def test_an_answers_pace_is_learned_from_its_entry(
     ledger, flight = house.placement.ledger, house.start()
     flight.streamed = streamed
     told = replace(completion_of(flight), upstream_s=10.0, usage=Usage(1, 101, None))
-    house.flights.on_completion(replace(told, **changed))  # type: ignore[arg-type]
+    house.flights.on_completion(replace(told, **changed))
     assert math.log(ledger.decode_rate / 50.0) == pytest.approx(-0.18 * learns)
 
 

@@ -867,12 +867,12 @@ def test_an_endpoint_that_never_answers_is_told_once(house: House) -> None:
 def test_an_endpoints_first_bytes_are_averaged(house: House) -> None:
     """Over a minute and over five; an address that left is no matter."""
     house.bring_up("m", A)
-    house.fleet.served_after(A, 2.0)
-    house.fleet.served_after(A, 1.0)
-    house.fleet.served_after("10.9.9.9:1", 9.0)
+    house.fleet.served(A, 2.0)
+    house.fleet.served(A, 1.0)
+    house.fleet.served("10.9.9.9:1", 9.0)
     assert house.state.ttft_1m_s[house.slot(A)] == pytest.approx(1.5)
     house.now_s += 60
-    house.fleet.served_after(A, 0.0)
+    house.fleet.served(A, 0.0)
     assert house.state.ttft_1m_s[house.slot(A)] == pytest.approx(3 / (2 + math.e))
     assert house.state.ttft_5m_s[house.slot(A)] > 0.9
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from extproc.observe import decisions
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
@@ -160,9 +160,9 @@ def test_one_is_found_by_its_id() -> None:
 def test_the_outcome_is_attached_when_it_comes() -> None:
     """Also to one that is no longer the newest; to one that fell out of the ring it is too late."""
     log = filled(3, 10)
-    log.finish("id-7", "zero:1", {"outcome": "ok"})
-    log.finish("id-0", "zero:1", {"outcome": "ok"})
-    log.finish("never", None, {"outcome": "ok"})
+    log.finish("id-7", "zero:1", "ok")
+    log.finish("id-0", "zero:1", "ok")
+    log.finish("never", None, "ok")
     [record] = log.read(1, "id-7")
     assert (record["served_by"], record["outcome"]) == ("zero:1", {"outcome": "ok"})
     assert [one["outcome"] for one in log.read(3)] == [None, None, {"outcome": "ok"}]
@@ -171,7 +171,7 @@ def test_the_outcome_is_attached_when_it_comes() -> None:
 def test_a_log_of_nothing_keeps_nothing() -> None:
     """`observe.decisions: 0`."""
     log = filled(0, 5)
-    log.finish("id-4", None, {})
+    log.finish("id-4", None, "ok")
     assert log.read(5) == []
     assert log.read(5, "id-4") == []
     assert log._by_id == {}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from extproc.observe.tallies import Tally, TimesByLabel
+from extproc.observe.tallies import Counts, Tally, TimesByLabel
 
 BOUNDS_S = (1e-5, 0.002, 0.1, 5)
 
@@ -39,3 +39,31 @@ def test_counts_are_told_as_by_a_counter() -> None:
         tally.counts[position] += 1
         counter.labels(kind).inc()
     assert lines(ours) == lines(theirs)
+
+
+def test_series_come_and_go_as_a_counters() -> None:
+    """By any of their labels; a label that a family does not have is no matter."""
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counts = Counts("x", "How many", "pool", "kind")
+    ours.register(counts)
+    counter = Counter("x", "How many", ("pool", "kind"), registry=theirs)
+    for pool, kind, more in (("a", "good", 2), ("b", "good", 1), ("a", "good", 0.5), ("b", "bad", 3)):
+        counts.add((pool, kind), more)
+        counter.labels(pool, kind).inc(more)
+    assert lines(ours) == lines(theirs)
+    counts.drop("kind", "bad")
+    counts.drop("endpoint", "a")
+    counter.remove("b", "bad")
+    assert lines(ours) == lines(theirs)
+
+
+def test_a_histogram_goes_with_its_label() -> None:
+    """And begins anew if it comes back."""
+    registry = CollectorRegistry()
+    times = TimesByLabel("x_seconds", "How long", "pool", BOUNDS_S)
+    registry.register(times)
+    times.of("a").observe(1.0)
+    times.drop("endpoint", "a")
+    assert 'x_seconds_count{pool="a"} 1.0' in lines(registry)
+    times.drop("pool", "a")
+    assert not any("_count" in line for line in lines(registry))
