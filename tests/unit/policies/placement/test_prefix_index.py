@@ -195,18 +195,18 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
         assert tokens <= 64 * shared
     for place, stay, begun in running:
         index.release(place, stay, begun, 99.0)
-    assert not any(shelf.pinned for shelf in index._shelves.values())
+    assert not any(shelf.users for shelf in index._shelves.values())
     _check_books(index, capacity)
 
 
 def _check_books(index: PrefixIndex, capacity: int) -> None:
     held = dict.fromkeys(index._holders, 0)
     for slot, shelf in index._shelves.items():
-        pinned = sum(tokens for tokens, _ in shelf.pinned.values())
-        idle = sum(tokens for tokens, _ in shelf.idle.values())
-        assert shelf.held_tokens == pinned + idle
-        assert not idle or shelf.held_tokens <= capacity
-        for block in (*shelf.pinned, *shelf.idle):
+        assert shelf.held_tokens == sum(shelf.tokens.values())
+        assert not shelf.idle or shelf.held_tokens <= capacity
+        assert shelf.tokens.keys() == shelf.users.keys() | shelf.idle.keys()
+        assert not shelf.users.keys() & shelf.idle.keys()
+        for block in shelf.tokens:
             held[block] |= 1 << slot
     assert held == index._holders
 
