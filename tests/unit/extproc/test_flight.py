@@ -111,7 +111,7 @@ class House:
             state.in_flight, state.in_flight_prompt_tokens, state.in_flight_uncached_tokens,
             ledger.pending, ledger.pending_tokens, ledger.pending_work,
         )  # fmt: skip
-        pinned = [shelf.pinned for shelf in self.placement.index._shelves.values()]
+        pinned = [shelf.users for shelf in self.placement.index._shelves.values()]
         return not any(count.any() for count in counts) and not any(pinned)
 
 
