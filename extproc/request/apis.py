@@ -10,7 +10,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from urllib.parse import unquote
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from policies.types import Kind
 
 
-class ModelIn(Enum):
+class ModelIn(IntEnum):
     """Where a request names its model."""
 
     JSON = auto()
@@ -35,7 +35,7 @@ class ModelIn(Enum):
     """Not at all: we answer ourselves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Api:
     """One row. `prompt`: the fields of the prompt, in the order a chat template uses them; `required`: any one of them.
 

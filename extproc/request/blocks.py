@@ -7,7 +7,10 @@ model, adapter and cache salt: equal bytes give equal hashes in every process an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain, pairwise, repeat
+from operator import floordiv, mul, sub
 
 import xxhash
 
@@ -15,6 +18,24 @@ from extproc.request.tokens import Span
 
 FIRST_BLOCK_BYTES = 256
 BLOCKS_PER_SIZE = 64
+
+_MOST_DOUBLINGS = 24
+"""As far as blocks grow, after hundreds of gigabytes."""
+_COPIED_BYTES = 16_384
+"""Up to here a copy of a block is cheaper than a view of it."""
+
+
+def _ends() -> list[int]:
+    ends = [0]
+    for doublings in range(_MOST_DOUBLINGS):
+        size = FIRST_BLOCK_BYTES << doublings
+        ends.extend(range(ends[-1] + size, ends[-1] + size * BLOCKS_PER_SIZE + 1, size))
+    return ends
+
+
+_BLOCKS = [slice(start, end) for start, end in pairwise(_ends())]
+_ENDS = [block.stop for block in _BLOCKS]
+"""Where the blocks of any prompt lie: they are the same for all."""
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -26,21 +47,10 @@ def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
     """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
-    view = memoryview(prompt)
-    length = len(view)
-    hashes: list[int] = []
-    ends: list[int] = []
-    size = FIRST_BLOCK_BYTES
-    start = 0
-    while start + size <= length:
-        end = start + size
-        seed = _hash(view[start:end], seed)
-        hashes.append(seed)
-        ends.append(end)
-        start = end
-        if not len(hashes) % BLOCKS_PER_SIZE:
-            size *= 2
-    return hashes, ends
+    length = len(prompt)
+    count = bisect_right(_ENDS, length)
+    text = prompt if length <= _COPIED_BYTES else memoryview(prompt)
+    return [seed := _hash(text[block], seed) for block in _BLOCKS[:count]], _ENDS[:count]
 
 
 def block_tokens(
@@ -50,11 +60,11 @@ def block_tokens(
 
     Text is spread evenly over its bytes; an image's tokens are spread over the bytes of its own data URL.
     """
-    if not images:
-        cumulative = [end * tokens // prompt_bytes for end in ends]
-    else:
+    if images:
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
-    return [after - before for before, after in zip([0, *cumulative], cumulative, strict=False)]
+    else:  # end * tokens // prompt_bytes, without a step of the interpreter for each
+        cumulative = list(map(floordiv, map(mul, ends, repeat(tokens)), repeat(prompt_bytes)))
+    return list(map(sub, cumulative, chain((0,), cumulative)))
 
 
 def _cumulative_with_images(

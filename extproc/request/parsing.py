@@ -8,10 +8,10 @@ hashed and measured, and unknown fields are never looked at. Which fields are th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -20,8 +20,8 @@ from extproc.request.apis import Api
 from extproc.request.blocks import block_hashes, block_tokens, seed_of
 from extproc.request.bounds import Bounds
 from extproc.request.splice import Splice, insert_field, locate
-from extproc.request.steps import Steps, at_once
-from extproc.request.tokens import TokenRates, image_spans, prompt_token_steps
+from extproc.request.steps import Steps
+from extproc.request.tokens import Span, TokenRates, image_spans, prompt_token_steps, prompt_tokens
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
@@ -46,17 +46,34 @@ class _Body(msgspec.Struct):
     request_id: Any = None
     store: Any = None
     stream_options: msgspec.Raw = _NONE
+    nothing: ClassVar[msgspec.Raw] = _NONE
+
+
+_Raws: TypeAlias = tuple[msgspec.Raw, ...]
+
+
+class _Reader(NamedTuple):
+    """How bodies of one API are read. `prompt` and `required` give the values of these fields of a decoded one."""
+
+    decode: Callable[[bytes], Any]
+    prompt: Callable[[Any], _Raws]
+    required: Callable[[Any], _Raws]
 
 
 @cache
-def _decoder(api: Api) -> Callable[[bytes], Any]:
-    """Decodes a body that may have the row's fields beside the common ones; they stay raw. Cached for every row."""
+def _reader(api: Api) -> _Reader:
+    """Its body may have the row's fields beside the common ones; they stay raw. Cached for every row."""
     fields = dict.fromkeys((*api.prompt, *api.required))
     struct = msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in fields], bases=(_Body,))
-    return msgspec.json.Decoder(struct).decode
+    return _Reader(msgspec.json.Decoder(struct).decode, _values(api.prompt), _values(api.required))
 
 
-_decode_text = msgspec.json.Decoder(str).decode
+def _values(names: tuple[str, ...]) -> Callable[[Any], _Raws]:
+    """Gets them in one call; `nothing` twice, since of one name alone would come a value, and no tuple."""
+    return attrgetter(*names, "nothing", "nothing")
+
+
+_decode_name = msgspec.json.Decoder(str | None).decode
 
 _SetModel: TypeAlias = Callable[[bytes, "Parsed", str], Splice]
 
@@ -68,8 +85,7 @@ def _set_json_model(body: bytes, parsed: Parsed, model: str) -> Splice:
     return Splice(*locate(body, parsed.model_raw), name)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What a request of the Responses API says of stored answers; `None` where it says nothing."""
 
     wanted: bool
@@ -77,8 +93,7 @@ class Stored:
     previous_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, frozen=True):
     """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
 
     `model_raw` and `stream_options` are views of what stands in the body; empty where it has none.
@@ -95,7 +110,7 @@ class Parsed:
     session_key: str | None = None
     stored: Stored | None = None
     stream_options: memoryview = _NOTHING
-    set_model: _SetModel = field(default=_set_json_model, compare=False)
+    set_model: _SetModel = _set_json_model
 
 
 def parse_body(
@@ -106,8 +121,9 @@ def parse_body(
         return _no_body()
     if body.startswith(_BYTE_ORDER_MARKS):
         return refuse("the body is not valid JSON: it begins with a byte order mark", Reason.INVALID_JSON)
+    reader = _reader(api)
     try:
-        fields = _decoder(api)(body)
+        fields = reader.decode(body)
         model = _model(fields.model, default_model)
     except msgspec.ValidationError as error:
         return refuse(f"the body cannot be read as a request: {error}", Reason.INVALID_JSON)
@@ -116,29 +132,32 @@ def parse_body(
     except RecursionError:
         return refuse("the body is nested too deeply", Reason.INVALID_JSON)
     if bounds is not None:
-        refusal = bounds.judge_body(body, (memoryview(getattr(fields, name)) for name in api.prompt))
+        refusal = bounds.judge_body(body, map(memoryview, reader.prompt(fields)))
         if refusal is not None:
             return refusal
     if not model:
         return no_model()
-    if api.required and not any(getattr(fields, name) for name in api.required):
+    if api.required and not any(reader.required(fields)):
         return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
-    return _parsed(api, fields, model)
+    return _parsed(api, fields, model, b"".join(reader.prompt(fields)))
 
 
-def _parsed(api: Api, fields: Any, model: str) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
+def _parsed(api: Api, fields: Any, model: str, prompt: bytes) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
+    # a field that is not there, as most, costs no call
     return Parsed(
         kind=api.kind,
         model=model,
         model_raw=memoryview(fields.model),
         stream=fields.stream is True,
-        prompt=b"".join([getattr(fields, name) for name in api.prompt]),
-        max_tokens=_count(fields.max_completion_tokens)
-        or _count(fields.max_output_tokens)
-        or _count(fields.max_tokens),
-        choices=(_count(fields.n) or 1) * (_prompts(fields.prompt) if api.kind is Kind.COMPLETION else 1),
-        cache_salt=_text(fields.cache_salt),
-        session_key=_text(fields.prompt_cache_key) or _text(fields.user),
+        prompt=prompt,
+        max_tokens=(fields.max_completion_tokens and _count(fields.max_completion_tokens))
+        or (fields.max_output_tokens and _count(fields.max_output_tokens))
+        or (_count(fields.max_tokens) if fields.max_tokens else None),
+        choices=((fields.n and _count(fields.n)) or 1)
+        * (_prompts(fields.prompt) if api.kind is Kind.COMPLETION else 1),
+        cache_salt=_text(fields.cache_salt) if fields.cache_salt else None,
+        session_key=(fields.prompt_cache_key and _text(fields.prompt_cache_key))
+        or (_text(fields.user) if fields.user else None),
         stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
         stream_options=memoryview(fields.stream_options),
     )
@@ -192,17 +211,24 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
 
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
     """The request as the policies see it; `model` is the name the engines serve, aliases resolved."""
-    return at_once(request_steps(parsed, model, rates, session_key=session_key))
+    images = image_spans(parsed.prompt)
+    return _request(parsed, model, rates, images, prompt_tokens(parsed.prompt, images, rates), session_key)
 
 
 def request_steps(
     parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None
 ) -> Steps[InferenceRequest]:
     """The same, in steps."""
-    prompt = parsed.prompt
-    images = image_spans(prompt)
+    images = image_spans(parsed.prompt)
     yield
-    tokens = yield from prompt_token_steps(prompt, images, rates)
+    tokens = yield from prompt_token_steps(parsed.prompt, images, rates)
+    return _request(parsed, model, rates, images, tokens, session_key)
+
+
+def _request(
+    parsed: Parsed, model: str, rates: TokenRates, images: Sequence[Span], tokens: int, session_key: str | None
+) -> InferenceRequest:
+    prompt = parsed.prompt
     hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
     return InferenceRequest(
         kind=parsed.kind,
@@ -232,17 +258,18 @@ _NULL = b"null"
 
 def _model(raw: msgspec.Raw, default: str | None) -> str | None:
     """The model's name, the default for none, None for anything but a string. Raises DecodeError for broken bytes."""
-    if not raw or bytes(raw) == _NULL:
+    if not raw:
         return default
     try:
-        return _decode_text(raw)
+        name = _decode_name(raw)
     except msgspec.ValidationError:
         return None
+    return default if name is None else name
 
 
 def _count(value: object) -> int | None:
     """A token count within reason; anything else is left to the engine to refuse."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
+    return value if type(value) is int and 0 < value < 2**31 else None
 
 
 def _text(value: object) -> str | None:

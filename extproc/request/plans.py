@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
+from msgspec.structs import replace as with_changed
 
 from extproc.config.generations import Generation, Target
 from extproc.request import encodings
@@ -28,7 +29,7 @@ from extproc.request.parsing import (
     to_request,
 )
 from extproc.request.splice import Splice, apply, insert_field
-from extproc.request.steps import Steps, at_once
+from extproc.request.steps import Steps
 from extproc.request.stored import PREFIX, StoredResponses
 from extproc.request.usage import AskedBy, ask_for_usage
 from policies.types import InferenceRequest, Reason, Refusal
@@ -38,8 +39,7 @@ _LONGEST_MODEL = 256
 """As the config takes them: a longer one cannot be served, and must not fill a log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(msgspec.Struct, frozen=True):
     """One request as it came, under the id we gave it. `read`: what was found in its body, if it was read before.
 
     That was by the generation that plans it now. `tenant`: whose it is; None where everybody may call.
@@ -53,8 +53,7 @@ class Incoming:
     tenant: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """What was found in a body: all of a plan that takes time in proportion to its length.
 
     It holds under the generation it was read by. `plain`: the body as it was before the client compressed it.
@@ -67,8 +66,7 @@ class Read:
     request: InferenceRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What to do with a request, short of an endpoint. `response_id`: the answer may be asked for again by this id.
 
     `usage_asked_by`: who asked a stream for its usage, where that is our business.
@@ -102,7 +100,14 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 def _read_body(generation: Generation, incoming: Incoming) -> Read | Refusal:
     """Read a body that names its model."""
     plain = plain_body(generation, incoming.headers, incoming.body)
-    return plain if isinstance(plain, Refusal) else at_once(read_steps(generation, incoming, plain))
+    if isinstance(plain, Refusal):
+        return plain
+    parsed = _parse(generation, incoming, plain)
+    if isinstance(parsed, Refusal):
+        return parsed
+    target = generation.space_of(incoming.tenant).targets[parsed.model]
+    request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    return Read(generation, plain, parsed, target, request)
 
 
 def read_steps(generation: Generation, incoming: Incoming, plain: bytes) -> Steps[Read | Refusal]:
@@ -111,44 +116,51 @@ def read_steps(generation: Generation, incoming: Incoming, plain: bytes) -> Step
     yield
     if isinstance(parsed, Refusal):
         return parsed
-    target = generation.space_of(incoming.tenant).targets.get(parsed.model)
-    if target is None:
-        return _unknown_model(parsed.model)
+    target = generation.space_of(incoming.tenant).targets[parsed.model]
     request = yield from request_steps(parsed, target.model, target.rates, session_key=_session(incoming.headers))
     return Read(generation, plain, parsed, target, request)
 
 
 def _parse(generation: Generation, incoming: Incoming, plain: bytes) -> Parsed | Refusal:
-    default = generation.space_of(incoming.tenant).default_model
+    """The body's fields; a refusal also where its model leads nowhere."""
+    space = generation.space_of(incoming.tenant)
     if incoming.api.model_in is ModelIn.FORM:
-        return parse_form(incoming.api, incoming.headers.get("content-type", ""), plain, default)
-    return parse_body(incoming.api, plain, default, generation.bounds)
+        form = incoming.headers.get("content-type", "")
+        parsed = parse_form(incoming.api, form, plain, space.default_model)
+    else:
+        parsed = parse_body(incoming.api, plain, space.default_model, generation.bounds)
+    return _unknown_model(parsed.model) if isinstance(parsed, Parsed) and parsed.model not in space.targets else parsed
 
 
-def _read_before(incoming: Incoming) -> Read | Refusal | None:
+def _read_before(read: Read | Refusal) -> Read | Refusal:
     """What was read of it before. A plan has a request of its own to change."""
-    read = incoming.read
-    return replace(read, request=copy(read.request)) if isinstance(read, Read) else read
+    return with_changed(read, request=copy(read.request)) if isinstance(read, Read) else read
 
 
 def _from_body(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    read = _read_before(incoming) or _read_body(generation, incoming)
+    read = _read_body(generation, incoming) if incoming.read is None else _read_before(incoming.read)
     if isinstance(read, Refusal):
         return read
     plain, parsed, target, request = read.plain, read.parsed, read.target, read.request
     refusal = _judge_parsed(generation, stored, incoming, parsed, request)
     if refusal is not None:
         return replace(refusal, asked_model=parsed.model)
-    own_id, edits = None, model_edits(plain, parsed, target.model)
+    own_id, edits, usage = None, model_edits(plain, parsed, target.model), None
     if parsed.stored is not None:
         _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)
         if parsed.stored.wanted:
             own_id = parsed.stored.own_id or PREFIX + incoming.request_id
             if parsed.stored.own_id is None:
                 edits = (*edits, insert_field(plain, "request_id", msgspec.json.encode(own_id)))
-    usage = ask_for_usage(plain, parsed) if generation.injects_usage(incoming.tenant) else None
-    plan = Plan(target, request, response_id=own_id, usage_asked_by=usage.by if usage else None)
-    return _with_edits(plan, incoming.body, plain, (*edits, *usage.splices) if usage else edits)
+    if generation.injects_usage(incoming.tenant):
+        usage = ask_for_usage(plain, parsed)
+        edits += usage.splices if usage else ()
+    asked_by = usage.by if usage else None
+    if not edits or plain is incoming.body:
+        return Plan(target, request, edits, response_id=own_id, usage_asked_by=asked_by)
+    # what was compressed goes on as it came, unless it has to be changed
+    whole = (Splice(0, len(incoming.body), apply(plain, edits)),)
+    return Plan(target, request, whole, ("content-encoding",), own_id, asked_by)
 
 
 def _judge_parsed(
@@ -161,16 +173,12 @@ def _judge_parsed(
     return _judge_stored(parsed.stored, stored, incoming.tenant)
 
 
-def _with_edits(plan: Plan, body: bytes, plain: bytes, edits: tuple[Splice, ...]) -> Plan:
-    """What was compressed goes on as it came, unless it has to be changed."""
-    if not edits or plain is body:
-        return replace(plan, splices=edits) if edits else plan
-    return replace(plan, splices=(Splice(0, len(body), apply(plain, edits)),), remove_headers=("content-encoding",))
-
-
 def encoding_of(headers: Mapping[str, str]) -> str:
     """The body's content-encoding; empty for none."""
-    encoding = headers.get("content-encoding", "").strip().lower()
+    said = headers.get("content-encoding")
+    if said is None:
+        return ""
+    encoding = said.strip().lower()
     return "" if encoding == "identity" else encoding
 
 

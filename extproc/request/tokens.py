@@ -39,23 +39,32 @@ class TokenRates:
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     """Tokens of raw JSON text without images, at least 1."""
-    return at_once(_estimate_steps(text, rates))
+    if len(text) > _STEP:
+        return at_once(_estimate_steps(text, rates))
+    return _tokens(len(text), _cjk_characters(text), _count_pair(text, _ESCAPE), rates)
 
 
 def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
     cjk = escaped = 0
     for start in range(0, len(text), _STEP):
-        part = text[start : start + _STEP]  # of a text of one part no copy
-        cjk += 0 if part.isascii() else _cjk_characters(part)
+        part = text[start : start + _STEP]
+        cjk += _cjk_characters(part)
         overlapping = part if len(part) < _STEP else text[start : start + _STEP + 1]  # one may end in the next part
         escaped += _count_pair(overlapping, _ESCAPE)
         if start + _STEP < len(text):
             yield
-    plain_bytes = len(text) - 3 * cjk - _ESCAPE_BYTES * escaped
+    return _tokens(len(text), cjk, escaped, rates)
+
+
+def _tokens(length: int, cjk: int, escaped: int, rates: TokenRates) -> int:
+    """Of a text of so many bytes, with so many characters of CJK and so many written as escapes."""
+    plain_bytes = length - 3 * cjk - _ESCAPE_BYTES * escaped
     return max(1, round(plain_bytes / rates.bytes_per_token + (cjk + escaped) * rates.tokens_per_cjk_character))
 
 
 def _cjk_characters(text: bytes) -> int:
+    if text.isascii():
+        return 0
     above = np.frombuffer(text, np.uint8) - np.uint8(_FIRST_CJK_LEAD)  # what is below wraps round and is large
     return int(np.count_nonzero(above < _CJK_LEADS))
 
@@ -77,7 +86,8 @@ def image_spans(text: bytes) -> list[Span]:
 
 def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int:
     """Tokens of a prompt with its inline images."""
-    return at_once(prompt_token_steps(text, images, rates))
+    told = without(text, images) if images else text
+    return estimate_tokens(told, rates) + len(images) * rates.tokens_per_image
 
 
 def prompt_token_steps(text: bytes, images: Sequence[Span], rates: TokenRates) -> Steps[int]:
