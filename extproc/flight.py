@@ -10,9 +10,10 @@ nor how it went).
 
 from __future__ import annotations
 
-import secrets
+import os
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -20,6 +21,8 @@ from typing import Protocol
 import msgspec
 
 from extproc.access.gate import Caller
+from extproc.config.generations import Generation
+from extproc.request.apis import Api
 from extproc.usage_reports import Report
 from policies.admission.breakers import Breaker
 from policies.admission.clients import Visit
@@ -31,10 +34,21 @@ from policies.types import Decision, InferenceRequest, Reservation
 
 REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
+_IDS_AT_ONCE = 256
 
 
 LONGEST_PATH = 200
 """Characters of a path that are remembered."""
+
+
+def _request_ids() -> Iterator[str]:
+    """No one can be told from others. Many at once: the kernel takes longer to be asked than to answer."""
+    while True:
+        yield from re.findall("." * 2 * REQUEST_ID_BYTES, os.urandom(REQUEST_ID_BYTES * _IDS_AT_ONCE).hex())
+
+
+_next_id = _request_ids().__next__
+
 TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 """Names of Envoy's response flags for its time limits: on a try, on the whole, on silence."""
 BROKE = "status_500"
@@ -157,68 +171,41 @@ class Wait(Protocol):
         """Give it up: the client has gone."""
 
 
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """One request. Everything it takes hangs here; `close()` gives it back exactly once."""
 
-    __slots__ = (
-        "_flights",
-        "attempts",
-        "broke",
-        "caller",
-        "charge",
-        "charged",
-        "claims",
-        "ended_at_s",
-        "hold_s",
-        "key_hold",
-        "note",
-        "opened_at_s",
-        "placement",
-        "pool",
-        "report",
-        "request",
-        "request_id",
-        "reservation",
-        "served_by",
-        "settled",
-        "stage",
-        "streamed",
-        "subset",
-        "trials",
-        "visit",
-        "wait",
-        "waits_since_s",
-    )
-
-    def __init__(self, flights: Flights, opened_at_s: float) -> None:
-        self._flights = flights
-        self.opened_at_s = opened_at_s
-        self.ended_at_s = 0.0
-        self.stage = Stage.OPEN
-        self.settled = False
-        # Known to Envoy before the body comes, so that the access log can name even a request cut off while we decide.
-        self.request_id = secrets.token_hex(REQUEST_ID_BYTES)
-        self.request: InferenceRequest | None = None
-        self.placement: Placement | None = None
-        self.pool = ""
-        self.reservation: Reservation | None = None
-        self.served_by: str | None = None
-        self.attempts = 1
-        self.charged: tuple[str, ...] = ()
-        self.broke: str | None = None  # the first endpoint that answered it 500
-        self.subset: tuple[str, ...] | None = None
-        self.streamed = False
-        self.claims: Mapping[str, str] | None = None
-        self.caller: Caller | None = None
-        self.charge: Charge | None = None
-        self.visit: Visit | None = None
-        self.report: Report | None = None  # what its engine tells of it afterwards, if that may be needed
-        self.key_hold: KeyHold | None = None
-        self.note: Note | None = None
-        self.trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
-        self.hold_s = 0.0  # how long the gateway waits for us
-        self.wait: Wait | None = None  # while it has its place in a queue
-        self.waits_since_s: float | None = None
+    _flights: Flights
+    opened_at_s: float
+    request_id: str
+    """Known to Envoy before the body comes, so that the log can name even a request cut off while we decide."""
+    ended_at_s: float = 0.0
+    stage: Stage = Stage.OPEN
+    settled: bool = False
+    # What its headers alone tell, until it is decided: its API, and by which config they were found right
+    api: Api | None = None
+    judged_by: Generation | None = None
+    # Its place
+    request: InferenceRequest | None = None
+    placement: Placement | None = None
+    pool: str = ""
+    reservation: Reservation | None = None
+    served_by: str | None = None
+    attempts: int = 1
+    charged: tuple[str, ...] = ()
+    broke: str | None = None  # the first endpoint that answered it 500
+    subset: tuple[str, ...] | None = None
+    streamed: bool = False
+    claims: Mapping[str, str] | None = None
+    caller: Caller | None = None
+    charge: Charge | None = None
+    visit: Visit | None = None
+    report: Report | None = None  # what its engine tells of it afterwards, if that may be needed
+    key_hold: KeyHold | None = None
+    note: Note | None = None
+    trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
+    hold_s: float = 0.0  # how long the gateway waits for us
+    wait: Wait | None = None  # while it has its place in a queue
+    waits_since_s: float | None = None
 
     @property
     def tenant(self) -> str | None:
@@ -297,12 +284,12 @@ class Flights:
     @property
     def full(self) -> bool:
         """No further request may be taken."""
-        return self.open_count > self.max_open
+        return self.opened - self.ended > self.max_open
 
     def open(self) -> Flight:
         """A stream opened."""
         self.opened += 1
-        return Flight(self, self._clock())
+        return Flight(self, self._clock(), _next_id())
 
     def track(self, flight: Flight) -> None:
         """Make a reserved flight findable by its request id."""

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any, Protocol, cast
 
 import structlog
+from msgspec.structs import replace as with_changed
 
 from extproc.access.gate import gate_of
 from extproc.breaking import Breaking
@@ -147,7 +148,7 @@ class Pipeline:
     @property
     def largest_body_bytes(self) -> int:
         """No more of a body is held than this."""
-        return self.generation.config.limits.request_body_bytes
+        return self.generation.largest_body_bytes
 
     def refuse_early(self, flight: Flight, headers: Mapping[str, str]) -> Answer | None:
         """The refusal of a request whose headers alone condemn it, so that its body need not be sent; else None."""
@@ -234,11 +235,12 @@ class Pipeline:
     ) -> Reply | Pending | Refusal:
         generation = self.generation
         refusal = self._judge_headers(generation, flight, headers)
+        flight.judged_by = None  # an open stream must not keep a config
         if refusal is not None:
             return refusal
-        if len(body) > generation.config.limits.request_body_bytes:
+        if len(body) > generation.largest_body_bytes:
             return too_large(generation)
-        api = _api(headers) or (guess(headers, body) if without_path(headers) else OTHER)
+        api = flight.api or (guess(headers, body) if without_path(headers) else OTHER)
         if isinstance(read, Read) and read.generation is not generation:
             read = None  # by another config; in steps again, if it is large
         incoming = Incoming(api, headers, body, flight.request_id, read, flight.tenant)
@@ -246,24 +248,33 @@ class Pipeline:
             return self._read_in_steps(incoming, flight)
         if api.model_in is ModelIn.NOWHERE:
             return self._answer_models(generation, flight, headers)
+        return self._decide_on(generation, flight, incoming, found)
+
+    def _decide_on(
+        self, generation: Generation, flight: Flight, incoming: Incoming, found: Found | None
+    ) -> Reply | Pending | Refusal:
+        """The decision on a request that an engine is to answer."""
+        headers, body, read = incoming.headers, incoming.body, incoming.read
         began = perf_counter()
         plan = make_plan(generation, self._stored, incoming)
         if isinstance(plan, Refusal):
             return plan
-        plan.request.subset = _both(flight.subset, plan.request.subset)
-        plan.request.tenant = flight.tenant
+        request = plan.request
+        if flight.subset is not None:
+            request.subset = _both(flight.subset, request.subset)
+        request.tenant = incoming.tenant
         objection = self._broken(plan) or self._forbidden(plan, found) or self._asked_before(flight, headers, body)
         if objection is not None:
-            return replace(objection, asked_model=plan.request.asked_model)
-        if found is None and plan.target.pool.precise is not None and plan.request.prompt:
-            return self._look_up(flight, headers, body, read, plan)
+            return replace(objection, asked_model=request.asked_model)
         if found is not None:
-            apply_found(found, plan.request)
+            apply_found(found, request)
+        elif plan.target.pool.precise is not None and request.prompt:
+            return self._look_up(flight, headers, body, read, plan)
+        if not headers.keys().isdisjoint(FORGED_HEADERS):
+            plan = _without_forged(generation, headers, plan)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
-        plan, held_bytes = _without_forged(generation, headers, plan), _held_bytes(body, read, plan)
-        asked = Asked(generation, flight, headers, plan, len(body), held_bytes)
-        return self._place(asked, partial(self._reply, flight, headers, body, read, found), parsed_at)
+        return self._place(Asked(generation, flight, headers, plan, body, read, found), parsed_at)
 
     def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
         self._events.answered("models")
@@ -310,49 +321,56 @@ class Pipeline:
         return guard.before_access(flight, headers) or self._admit(flight, headers) or guard.after_access(flight)
 
     def _judge_headers(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Refusal | None:
-        """Refusals that need no look into the body. Who may not call learns nothing else."""
+        """Refusals that need no look into the body. Who may not call learns nothing else.
+
+        What one config finds right it does not look at again when the body has come; only we may be too busy by then.
+        """
+        if flight.judged_by is generation:
+            return self._too_busy() if flight.api is None or flight.api.model_in is not ModelIn.NOWHERE else None
         turned_away = self._let_in(flight, headers)
         if turned_away is not None:
             return turned_away
-        refusal = None if without_path(headers) else _judge_path(generation, headers)
-        api = _api(headers)
-        if refusal is not None or (api is not None and api.model_in is ModelIn.NOWHERE):
-            return refusal
+        path = path_of(headers)
+        api = flight.api = by_path(path)
+        refusal = None if without_path(headers) else _judge_path(generation, headers, path, api)
+        if refusal is None and (api is None or api.model_in is not ModelIn.NOWHERE):
+            refusal = self._too_busy() or _judge_content(generation, headers, api)
+        flight.judged_by = generation if refusal is None else None
+        return refusal
+
+    def _too_busy(self) -> Refusal | None:
         if self.draining:
             return _SHUTTING_DOWN
-        if self._flights.full:
-            return _too_many_requests()
-        if _declared_bytes(headers) > generation.config.limits.request_body_bytes:
-            return too_large(generation)
-        return None if api is None else _judge_content(api, headers)
+        return _too_many_requests() if self._flights.full else None
 
-    def _place(self, asked: Asked, again: Callable[[], Reply | Pending], began: float) -> Reply | Pending | Refusal:
+    def _place(self, asked: Asked, began: float) -> Reply | Pending | Refusal:
         """Choose and commit, with nothing in between; or wait for a place."""
         flight, target, request = asked.flight, asked.plan.target, asked.plan.request
         placement = self._fleet.placements[target.pool.name]
         flight.must_be_open()  # before anything is taken for it
-        room = self._room_for(asked)
+        room = None if target.pool.queue is None else self._room_for(asked)
         if isinstance(room, Refusal):
             return room
-        over_quota = self._charge(flight, placement, request)
+        over_quota = None if self._quotas is None else self._charge(flight, placement, request)
         if over_quota is not None:
             return over_quota
         now_s = self._clock()
         if room is None:
             decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
         elif (found := room.at_once(request, now_s, target.list_length)) is None:
-            return room.enter(_held(asked, placement, room, again, now_s))
+            return room.enter(self._held(asked, placement, room, now_s))
         else:
             decision = found
-        self._choose_s(perf_counter() - began)
+        chosen_at = perf_counter()
+        self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
             return replace(self._unplaceable(target, decision), asked_model=request.asked_model)
-        return self._commit(asked, decision)
+        return self._commit(asked, decision, chosen_at)
 
     def _room_for(self, asked: Asked) -> WaitingRoom | Refusal | None:
         """Where the request may wait, with its class noted; a refusal if it names a class that there is none of."""
         pool, request, flight = asked.plan.target.pool, asked.plan.request, asked.flight
-        room = None if pool.queue is None else self.rooms.of(pool.name)
+        room = self.rooms.of(pool.name)
         if room is None or pool.queue is None:
             return None
         urgency = asked.generation.urgency_of(asked.headers, pool, flight.tenant)
@@ -369,12 +387,11 @@ class Pipeline:
         request.may_wait = True
         return room
 
-    def _commit(self, asked: Asked, decision: Decision) -> Route:
-        """Take the place that was chosen."""
-        began, flight, plan = perf_counter(), asked.flight, asked.plan
+    def _commit(self, asked: Asked, decision: Decision, began: float) -> Route:
+        """Take the place that was chosen. `began`: when, by the clock of `perf_counter`."""
+        flight, plan, generation = asked.flight, asked.plan, asked.generation
         request, target = plan.request, plan.target
         placement = self._fleet.placements[target.pool.name]
-        flight.must_be_open()  # it may have waited
         now_s = self._clock()
         if flight.waits_since_s is not None:  # whichever way it has found its place in the end
             decision.waited_s = now_s - flight.waits_since_s
@@ -382,9 +399,10 @@ class Pipeline:
         flight.reserve(request, decision, placement, reservation)
         if self._breaking is not None:
             self._breaking.placed(flight)
-        self._expect_report(asked, reservation)
+        if self._quotas is not None and flight.charge is not None:
+            self._expect_report(asked, self._quotas, reservation)
         if plan.response_id is not None:
-            most = asked.generation.config.limits.stored_responses
+            most = generation.config.limits.stored_responses
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
         if plan.usage_asked_by is not None:
             self._events.usage_asked(plan.usage_asked_by)
@@ -399,10 +417,10 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            (*terms, *asked.generation.engine_priority(asked.headers, target.pool, request)),
+            terms + generation.engine_priority(asked.headers, target.pool, request),
             plan.splices,
             target.list_for_all,
-            plan.remove_headers + asked.generation.hidden_headers,
+            plan.remove_headers + generation.hidden_headers,
         )
 
     def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
@@ -420,15 +438,29 @@ class Pipeline:
             retry=retry,
         )
 
-    def _expect_report(self, asked: Asked, reservation: Reservation) -> None:
+    def _expect_report(self, asked: Asked, quotas: Quotas, reservation: Reservation) -> None:
         """The plugin of an engine that pushes tells what a stream used, should its answer not."""
-        flight = asked.flight
-        if self._quotas is None or flight.charge is None or not flight.streamed:
-            return
-        if self._fleet.state.silence_s[reservation.slot]:
-            self._quotas.reports.expect(flight, asked.headers.get("x-request-id", ""))
+        if asked.flight.streamed and self._fleet.state.silence_s[reservation.slot]:
+            quotas.reports.expect(asked.flight, asked.headers.get("x-request-id", ""))
 
-    # -- those that have waited
+    # -- those that wait, and have waited
+
+    def _held(self, asked: Asked, placement: Placement, room: WaitingRoom, now_s: float) -> Held:
+        """The request's ticket for the queue."""
+        request = asked.plan.request
+        return Held(
+            request.class_name or "",
+            request.tenant or flow_of(asked.headers),
+            request.input_tokens + placement.ledger.answer_tokens(request),
+            held_bytes=_held_bytes(asked),
+            priority=request.priority,
+            deadline_s=math.inf if request.slo_ttft_s is None else now_s + request.slo_ttft_s,
+            most_wait_s=_USABLE_HOLD * asked.flight.hold_s,
+            request=request,
+            asked=asked,
+            again=partial(self._reply, asked.flight, asked.headers, asked.body, asked.read, asked.found),
+            room=room,
+        )
 
     def carry(self, held: Held, decision: Decision) -> Reply:
         """It goes, if it still may."""
@@ -436,7 +468,8 @@ class Pipeline:
         if broken is not None:
             return self.turn_away(held, broken)
         try:
-            return self._commit(held.asked, decision)
+            held.asked.flight.must_be_open()
+            return self._commit(held.asked, decision, perf_counter())
         except Exception as error:
             log.exception("decision failed", error=str(error))
             return self.turn_away(held, INTERNAL_ERROR)
@@ -446,7 +479,7 @@ class Pipeline:
         asked = held.asked
         self._refund(asked.flight)
         refusal = replace(refusal, asked_model=asked.plan.request.asked_model)
-        return self._refuse(asked.flight, asked.headers, refusal, asked.body_bytes)
+        return self._refuse(asked.flight, asked.headers, refusal, len(asked.body))
 
     def abandoned(self, held: Held) -> None:
         """Its client has gone: no engine has seen it."""
@@ -555,26 +588,6 @@ def _told(refusal: Refusal) -> dict[str, Any]:
 _EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
 
 
-def _held(
-    asked: Asked, placement: Placement, room: WaitingRoom, again: Callable[[], Reply | Pending], now_s: float
-) -> Held:
-    """The request's ticket for the queue."""
-    request = asked.plan.request
-    return Held(
-        request.class_name or "",
-        request.tenant or flow_of(asked.headers),
-        request.input_tokens + placement.ledger.answer_tokens(request),
-        held_bytes=asked.held_bytes,
-        priority=request.priority,
-        deadline_s=math.inf if request.slo_ttft_s is None else now_s + request.slo_ttft_s,
-        most_wait_s=_USABLE_HOLD * asked.flight.hold_s,
-        request=request,
-        asked=asked,
-        again=again,
-        room=room,
-    )
-
-
 def _has_work(request: InferenceRequest) -> bool:
     """An engine has to compute something for it, so it may have to wait."""
     return request.kind not in _NEVER_WAIT and request.input_tokens > 0
@@ -585,23 +598,18 @@ _USABLE_HOLD = 0.9
 """Of the time a gateway waits for us; the rest is for the answer to get there."""
 
 
-def _api(headers: Mapping[str, str]) -> Api | None:
-    return by_path(path_of(headers))
-
-
 def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Plan) -> Plan:
     """Remove what no client may send and this one did, also where the gateway is not ours and has not done so.
 
     A trusted hop's tenant is no forgery.
     """
-    if headers.keys().isdisjoint(FORGED_HEADERS):
-        return plan
     forged = FORGED_HEADERS & headers.keys() - {generation.config.access.tenant_header}
-    return replace(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
+    return with_changed(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
 
 
-def _held_bytes(body: bytes, read: Read | Refusal | None, plan: Plan) -> int:
+def _held_bytes(asked: Asked) -> int:
     """The body, and of a compressed one what was inflated from it: kilobytes may have become megabytes."""
+    body, read, plan = asked.body, asked.read, asked.plan
     inflated = len(read.plain) if isinstance(read, Read) and read.plain is not body else 0
     prompt = len(plan.request.prompt)  # one that was not compressed is no longer than its body, and goes with it
     return len(body) + inflated + (prompt if prompt > len(body) else 0) + sum(len(one.text) for one in plan.splices)
@@ -622,7 +630,7 @@ def _declared_bytes(headers: Mapping[str, str]) -> float:
     length = headers.get("content-length", "0")
     if not length.isascii() or not length.isdecimal():
         return 0
-    return int(length) if len(length) <= _LONGEST_LENGTH else float("inf")
+    return int(length) if len(length) <= _LONGEST_LENGTH else math.inf
 
 
 def _reads_slowly(headers: Mapping[str, str], body: bytes) -> bool:
@@ -632,10 +640,9 @@ def _reads_slowly(headers: Mapping[str, str], body: bytes) -> bool:
     return encoding_of(headers) in SUPPORTED and inflates_beyond(body, _INFLATED_AT_ONCE_BYTES)
 
 
-def _judge_path(generation: Generation, headers: Mapping[str, str]) -> Refusal | None:
-    path, method = path_of(headers), headers.get(":method", "")
-    api = by_path(path)
+def _judge_path(generation: Generation, headers: Mapping[str, str], path: str, api: Api | None) -> Refusal | None:
     if api is not None:
+        method = headers.get(":method", "")
         return None if method in api.methods else _method_not_allowed(method, path)
     meant = canonical(path)
     if is_engine_admin(meant) and not generation.config.routing.allow_engine_admin:
@@ -643,8 +650,12 @@ def _judge_path(generation: Generation, headers: Mapping[str, str]) -> Refusal |
     return unknown_path(path) if generation.target_of_path(meant, headers) is None else None
 
 
-def _judge_content(api: Api, headers: Mapping[str, str]) -> Refusal | None:
+def _judge_content(generation: Generation, headers: Mapping[str, str], api: Api | None) -> Refusal | None:
     """Bodies that cannot be read, by what their headers say of them."""
+    if _declared_bytes(headers) > generation.largest_body_bytes:
+        return too_large(generation)
+    if api is None:
+        return None
     encoding = encoding_of(headers)
     if encoding and encoding not in SUPPORTED:
         return _unsupported_encoding(encoding)

@@ -7,11 +7,12 @@ knows protobuf, HTTP framing or Envoy's modes.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace as with_changed
 
 from extproc.request.splice import Splice
 from policies.types import Reason, Refusal
@@ -21,8 +22,7 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 _JSON = ("content-type", "application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Send the request to `cluster`, to the first of `addresses` that Envoy can reach.
 
     `headers` are set on the request to the engine, `remove_headers` taken from it. `splices` edit the body.
@@ -41,7 +41,7 @@ class Route:
 
     def for_one_address_callers(self) -> Route:
         """The route for callers of whom only some understand a list: the first address alone, unless told otherwise."""
-        return self if self.list_for_all else replace(self, addresses=self.addresses[:1])
+        return self if self.list_for_all else with_changed(self, addresses=self.addresses[:1])
 
 
 @dataclass(frozen=True, slots=True)

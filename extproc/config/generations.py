@@ -111,6 +111,11 @@ class Generation:
             None,
         )
 
+    @cached_property
+    def largest_body_bytes(self) -> int:
+        """A longer request body is not taken."""
+        return self.config.limits.request_body_bytes
+
     @property
     def list_length(self) -> int:
         """How many endpoints are named to Envoy at most."""
@@ -174,11 +179,11 @@ class Generation:
         By its class; else what the client itself says, within its tenant's bounds, as soon as there is anybody here
         whom it could pass by that.
         """
+        if pool.queue is None and request.tenant is None:
+            return ()
         base = self._engine_priorities.get((pool.name, request.class_name))
         if base is not None:
             return ((ENGINE_PRIORITY_HEADER, str(base + request.priority)),)
-        if pool.queue is None and request.tenant is None:
-            return ()
         bounded = engine_priority_of(headers, self._best(request.tenant)[1])
         return () if bounded is None else ((ENGINE_PRIORITY_HEADER, str(bounded)),)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -24,8 +24,7 @@ _MOST_ROWS = 5_000
 """Candidates and filtered endpoints told in one answer. JSON of more holds the interpreter for tens of milliseconds."""
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """One decision, and what became of it once that is known."""
 
     time_s: float

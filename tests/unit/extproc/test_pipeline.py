@@ -1049,7 +1049,7 @@ async def test_large_bodies_read_under_another_config_are_read_in_steps_again(mo
     pending = house.pipeline.decide(house.flights.open(), POST, long_chat(1_200_000))
     assert isinstance(pending, Pending)
     at_once: list[int] = []
-    monkeypatch.setattr("extproc.request.plans.at_once", at_once.append)
+    monkeypatch.setattr("extproc.request.plans._read_body", lambda _, incoming: at_once.append(len(incoming.body)))
     house.pipeline.generation = Generation(2, parse(ROOMY))
     house.fleet.configure(house.pipeline.generation)
     assert isinstance(await pending.ready, Route)
