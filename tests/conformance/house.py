@@ -127,4 +127,4 @@ class House:
         for placement in self.fleet.placements.values():
             assert not placement.ledger.pending.any()
             assert not placement.ledger.pending_tokens.any()
-            assert not any(shelf.pinned for shelf in placement.index._shelves.values())
+            assert not any(shelf.users for shelf in placement.index._shelves.values())

@@ -600,7 +600,7 @@ class FlightMachine(RuleBasedStateMachine):
         for slot in state:
             assert 0 <= placement.ledger.pending[slot] <= state.in_flight[slot]
             shelf = placement.index._shelves.get(slot)
-            for _, users in shelf.pinned.values() if shelf else ():
+            for users in shelf.users.values() if shelf else ():
                 assert 0 < users <= state.in_flight[slot]
 
     @invariant()

@@ -106,7 +106,7 @@ class House:
         pinned: list[Any] = []
         for placement in self.fleet.placements.values():
             counts += [placement.ledger.pending, placement.ledger.pending_tokens]
-            pinned += [shelf.pinned for shelf in placement.index._shelves.values()]
+            pinned += [shelf.users for shelf in placement.index._shelves.values()]
         return not (self.flights.open_count or any(count.any() for count in counts) or any(pinned))
 
     def faults(self) -> float:
