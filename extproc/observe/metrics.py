@@ -57,12 +57,12 @@ class Metrics:
     # -- the families
 
     def _requests(self) -> None:
-        self._decisions = self._counter("decisions", "Requests routed", "pool", "endpoint", "reason")
+        self._decisions = self._counts("decisions", "Requests routed", "pool", "endpoint", "reason")
         self._refusals = self._counter("refusals", "Requests answered with an error by us", "reason", "status")
         self._answers = self._counter("answers", "Requests answered by us without an engine", "what")
         self._stages = self._times("stage_seconds", "Time of one step of the decision", "stage", _STAGE_BUCKETS_S)
-        self._prompt_tokens = self._counter("prefix_prompt_tokens", "Estimated prompt tokens routed", "pool")
-        self._matched_tokens = self._counter("prefix_matched_tokens", "Of these, believed cached where routed", "pool")
+        self._prompt_tokens = self._counts("prefix_prompt_tokens", "Estimated prompt tokens routed", "pool")
+        self._matched_tokens = self._counts("prefix_matched_tokens", "Of these, believed cached where routed", "pool")
         self._predicted_tokens = self._counts(
             "prefix_predicted_tokens", "Prompt tokens believed cached, of answers that tell what was", "pool"
         )
@@ -242,10 +242,10 @@ class Metrics:
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
         """One request was routed."""
-        self._child(self._decisions, pool, endpoint, reason).inc()
-        self._child(self._prompt_tokens, pool).inc(prompt_tokens)
+        self._decisions.add((pool, endpoint, reason))
+        self._prompt_tokens.add((pool,), prompt_tokens)
         if matched_tokens:
-            self._child(self._matched_tokens, pool).inc(matched_tokens)
+            self._matched_tokens.add((pool,), matched_tokens)
 
     def stage(self, name: str) -> Times:
         """The histogram of one step's seconds; hold on to it."""

@@ -6,12 +6,13 @@ serialised once at import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
+import msgspec
+from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.accesslog.v3 import als_pb2
@@ -75,8 +76,7 @@ _PHASES = {
 }
 
 
-@dataclass(slots=True)
-class Received:
+class Received(msgspec.Struct):
     """One message from a gateway; what its phase does not carry is empty.
 
     With the first message of a stream, whatever its phase: `body_mode` and `response_mode`. With REQUEST_HEADERS:
@@ -85,7 +85,7 @@ class Received:
     """
 
     phase: Phase
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     body: bytes = b""
     end_of_stream: bool = False
     body_mode: BodyMode = BodyMode.UNSTATED
@@ -128,19 +128,31 @@ def read(raw: bytes) -> Received:
         modes = message.protocol_config
         received.body_mode = _BODY_MODES.get(modes.request_body_mode, BodyMode.UNKNOWN)
         received.response_mode = _BODY_MODES.get(modes.response_body_mode, BodyMode.UNKNOWN)
-    if phase is Phase.REQUEST_HEADERS:
+    if phase is Phase.REQUEST_BODY or phase is Phase.RESPONSE_BODY:
+        part = message.request_body if phase is Phase.REQUEST_BODY else message.response_body
+        received.body, received.end_of_stream = part.body, part.end_of_stream
+    elif phase is Phase.REQUEST_HEADERS:
         sent = message.request_headers
-        received.headers = {h.key: str(h.raw_value, "utf-8", "replace") or h.value for h in sent.headers.headers}
+        received.headers = _headers(sent.headers.headers)
         if received.body_mode is BodyMode.UNSTATED:  # NGINX's shim spells names as Go does, Content-Type
             received.headers = {name.lower(): value for name, value in received.headers.items()}
         received.end_of_stream = sent.end_of_stream
-        received.subset, received.claims = _subset(message), _claims(message)
+        if message.HasField("metadata_context"):
+            received.subset, received.claims = _subset(message), _claims(message)
     elif phase is Phase.RESPONSE_HEADERS:
         received.served = _served(message)
-    elif phase is Phase.REQUEST_BODY or phase is Phase.RESPONSE_BODY:
-        part = message.request_body if phase is Phase.REQUEST_BODY else message.response_body
-        received.body, received.end_of_stream = part.body, part.end_of_stream
     return received
+
+
+def _headers(sent: Iterable[base_pb2.HeaderValue]) -> dict[str, str]:
+    try:
+        headers = {header.key: header.raw_value.decode() for header in sent}
+    except UnicodeDecodeError:
+        headers = {"": ""}
+    if "" not in headers.values():
+        return headers
+    # the rare ones: a value that is no text, or is none, or is told as older gateways do
+    return {header.key: str(header.raw_value, "utf-8", "replace") or header.value for header in sent}
 
 
 _LARGE_BYTES = 16_384
@@ -290,9 +302,11 @@ def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
 
 def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
     """The parts one after the other: protobuf reads messages written in a row as one, lists and maps joined."""
+    first, all_of_them = route.addresses[0].encode(), ",".join(route.addresses).encode()
+    begin, to_header, to_first, to_metadata, end = _places_template(phase, len(first), len(all_of_them))
     terms = _terms_part(phase, route.cluster, route.headers, route.model, route.remove_headers)
-    before, after = _request_id_part(phase)
-    parts = [terms, _destination_part(phase, route.addresses), before, route.request_id.encode(), after]
+    request_id = route.request_id.encode()
+    parts = [terms, begin, request_id, to_header, all_of_them, to_first, first, to_metadata, all_of_them, end]
     if route.splices and phase is Phase.REQUEST_BODY:
         parts.append(_body_part(apply(body, route.splices)))
     return b"".join(parts)
@@ -318,21 +332,22 @@ def _terms_part(
 
 
 @lru_cache(maxsize=4096)
-def _destination_part(phase: Phase, addresses: tuple[str, ...]) -> bytes:
-    """The endpoints; with the lists of three that a fleet of sixteen has there are some thousands."""
-    response = ext_proc.ProcessingResponse()
-    _set_destination(response, _common(response, phase), addresses)
-    return bytes(response.SerializeToString())
+def _places_template(phase: Phase, first_bytes: int, all_bytes: int) -> tuple[bytes, ...]:
+    """What stands around the request id, and around the first endpoint and all of them, where these are so long.
 
-
-@cache
-def _request_id_part(phase: Phase) -> tuple[bytes, bytes]:
-    """What stands before and after the request id. Ids are all of one length."""
-    placeholder = "0" * 2 * REQUEST_ID_BYTES
+    A part per list of endpoints would be found again only in small fleets: a hundred endpoints make a million lists.
+    """
+    request_id, first, all_of_them = "\1" * 2 * REQUEST_ID_BYTES, "\2" * first_bytes, "\3" * all_bytes
     response = ext_proc.ProcessingResponse()
-    _set_header(_common(response, phase), REQUEST_ID_HEADER, placeholder)
-    before, _, after = bytes(response.SerializeToString()).partition(placeholder.encode())
-    return before, after
+    common = _common(response, phase)
+    _set_header(common, REQUEST_ID_HEADER, request_id)
+    _set_destination(response, common, first, all_of_them)
+    whole, places = response.SerializeToString(), (request_id, all_of_them, first, all_of_them)
+    parts = []
+    for place in places:
+        before, _, whole = whole.partition(place.encode())
+        parts.append(before)
+    return (*parts, whole)
 
 
 def _common(response: ext_proc.ProcessingResponse, phase: Phase) -> ext_proc.CommonResponse:
@@ -347,7 +362,7 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
     """
     response = ext_proc.ProcessingResponse()
     response.CopyFrom(_route_template(Phase.REQUEST_HEADERS, route.cluster, route.headers, route.model))
-    _set_destination(response, response.request_headers.response, route.addresses)
+    _set_destination(response, response.request_headers.response, route.addresses[0], ",".join(route.addresses))
     _set_header(response.request_headers.response, REQUEST_ID_HEADER, route.request_id)
     response.request_headers.response.header_mutation.remove_headers.extend(route.remove_headers)
     fields = response.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields
@@ -357,12 +372,11 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
 
 
 def _set_destination(
-    response: ext_proc.ProcessingResponse, common: ext_proc.CommonResponse, addresses: tuple[str, ...]
+    response: ext_proc.ProcessingResponse, common: ext_proc.CommonResponse, first: str, destination: str
 ) -> None:
     """The endpoints, as header and as metadata: gateways read the one or the other, and the two must not differ."""
-    destination = ",".join(addresses)
     _set_header(common, DESTINATION_HEADER, destination)
-    _set_header(common, FIRST_CHOICE_HEADER, addresses[0])
+    _set_header(common, FIRST_CHOICE_HEADER, first)
     metadata = response.dynamic_metadata.fields[LB_NAMESPACE].struct_value
     metadata.fields[DESTINATION_HEADER].string_value = destination
 

@@ -19,6 +19,7 @@ from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 import grpc.aio
+import msgspec
 import structlog
 
 from extproc.flight import Flight, Flights
@@ -103,54 +104,38 @@ Sending: TypeAlias = list[bytes] | Pending
 """What to send, in order, or the promise of it."""
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """The messages of one HTTP request. `receive` returns what to send, in order of what came."""
 
-    __slots__ = (
-        "_body",
-        "_decider",
-        "_echoes",
-        "_end_of_stream",
-        "_endless",
-        "_events",
-        "_flight",
-        "_headers",
-        "_hold_s",
-        "_one_address",
-        "_trailers",
-        "manner",
-        "turn",
-    )
-
-    def __init__(self, flight: Flight, decider: Decider, events: WireEvents, hold_s: float | None = None) -> None:
-        """`hold_s`: how long the gateway says that it waits for an answer; None if it does not."""
-        self._flight = flight
-        self._hold_s = hold_s
-        self._decider = decider
-        self._events = events
-        self._headers: Mapping[str, str] = {}
-        self._body: bytes | bytearray = b""
-        self._echoes = False
-        self._end_of_stream = False
-        self._endless = False
-        self._one_address = True
-        self._trailers = False
-        self.manner = Manner.BUFFERED
-        self.turn = Turn.HEADERS
+    _flight: Flight
+    _decider: Decider
+    _events: WireEvents
+    _hold_s: float | None = None
+    """How long the gateway says that it waits for an answer; None if it does not."""
+    _headers: Mapping[str, str] = {}
+    _body: bytes | bytearray = b""
+    _echoes: bool = False
+    _end_of_stream: bool = False
+    _endless: bool = False
+    _one_address: bool = True
+    _trailers: bool = False
+    manner: Manner = Manner.BUFFERED
+    turn: Turn = Turn.HEADERS
 
     def receive(self, raw: bytes) -> Sending:
         """Take one message. Raises Malformed for bytes or an order that make no sense."""
         message = read(raw)
-        self._events.message(message.phase)
+        phase = message.phase
+        self._events.message(phase)
         if self.turn is Turn.ANSWERED:
             return []
         if message.response_mode is not BodyMode.UNSTATED:
             self._echoes = message.response_mode is BodyMode.FULL_DUPLEX_STREAMED
-        if message.phase is Phase.REQUEST_BODY:
+        if phase is Phase.REQUEST_BODY:
             return self._on_body(message)
-        if message.phase is Phase.REQUEST_HEADERS:
+        if phase is Phase.REQUEST_HEADERS:
             return self._on_headers(message)
-        if message.phase is Phase.REQUEST_TRAILERS:
+        if phase is Phase.REQUEST_TRAILERS:
             return self._on_trailers()
         return self._on_response(message)
 
@@ -160,29 +145,28 @@ class Exchange:
         if self.turn is not Turn.HEADERS:
             raise Malformed("request headers came twice")
         self.turn = Turn.BODY
-        self._headers = message.headers
-        self._flight.subset = message.subset
-        self._flight.claims = message.claims
+        flight, headers = self._flight, message.headers
+        self._headers, flight.subset, flight.claims = headers, message.subset, message.claims
         manner = _manner(message)
         if manner is None:
             return self._refuse_mode(message.body_mode)
-        self.manner = manner
-        self._flight.hold_s = self._waits_for_s(manner)
+        self.manner, wants_response = manner, message.wants_response
+        flight.hold_s = self._waits_for_s(manner)
         # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
-        self._one_address = manner is not Manner.BUFFERED or message.wants_response
+        self._one_address = manner is not Manner.BUFFERED or wants_response
         # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end,
         # nor perhaps a gRPC call: what its client streams is passed back piece by piece
-        connect = ":path" not in message.headers and ":method" in message.headers
-        self._endless = manner is Manner.STREAMED and is_grpc(message.headers)
+        connect = ":path" not in headers and ":method" in headers
+        self._endless = manner is Manner.STREAMED and is_grpc(headers)
         if message.end_of_stream or connect or self._endless or message.body_mode is BodyMode.NONE:
             self._end_of_stream = True
             return self._decide(Phase.REQUEST_HEADERS)
-        early = self._decider.refuse_early(self._flight, message.headers)
+        early = self._decider.refuse_early(flight, headers)
         if early is not None:
             return self._answer(early, Phase.REQUEST_HEADERS, b"")
         if manner is not Manner.BUFFERED:
             return []
-        return [accept(self._flight.request_id, keep_response=message.wants_response)]
+        return [accept(flight.request_id, keep_response=wants_response)]
 
     def _waits_for_s(self, manner: Manner) -> float:
         """How long the gateway waits for our answer. Where bodies are streamed, Envoy has no limit to that."""
@@ -282,12 +266,14 @@ class Exchange:
 
 def _manner(message: Received) -> Manner | None:
     """How this caller wants to be answered; None for a body mode that cannot be served."""
+    if message.body_mode is BodyMode.BUFFERED:
+        return Manner.BUFFERED
     if message.body_mode is BodyMode.FULL_DUPLEX_STREAMED:
         return Manner.STREAMED
     if message.body_mode is BodyMode.UNSTATED:
         # An old Envoy states no modes but shows the path; NGINX's shim shows neither.
         return Manner.BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
-    if message.body_mode is BodyMode.BUFFERED or message.end_of_stream:
+    if message.end_of_stream:
         return Manner.BUFFERED
     if message.body_mode is BodyMode.NONE and (message.headers.get(":method") == "GET" or is_grpc(message.headers)):
         return Manner.BUFFERED  # an upgrade, or a gRPC call: what follows is for the engine alone
