@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 _MOST_QUEUED = 64
 """Messages of a stream that may come while its reply is pending; Envoy sends none before it has it."""
+_ENDS_WITHIN_S = 0.005
+"""How long the end of a stream waits for something else to write. It saves a third of all writes, and Envoy wakes."""
 _HEADROOM_BYTES = 1 << 20
 """Over the largest body, for headers and framing; also what Envoy's first access-log message (its node) needs."""
 
@@ -64,7 +66,10 @@ class ExtProcCall:
     def message(self, raw: bytes) -> None:
         """One message of Envoy's."""
         if self._pending is None:
-            self._respond(lambda: self._exchange.receive(raw))
+            try:
+                self._send(self._exchange.receive(raw))
+            except Exception as error:  # noqa: BLE001 - it is told of
+                self._fail(error)
         elif len(self._queued) < _MOST_QUEUED:
             self._queued.append(raw)
         else:
@@ -83,19 +88,15 @@ class ExtProcCall:
             self._pending.cancel()
         self._flight.close()
 
-    def _respond(self, sending: Callable[[], Sending]) -> None:
-        """Send what the exchange has to say to this."""
-        try:
-            said = sending()
-        except Malformed as error:
+    def _fail(self, error: Exception) -> None:
+        """End the stream in words; ours do not leave the house."""
+        if isinstance(error, Malformed):
             self._events.malformed("ext_proc")
             log.warning("malformed ext_proc message", error=str(error))
             self._stream.finish(_status_of(error), str(error))
-        except Exception:
-            log.exception("ext_proc stream failed")
-            self._stream.finish(GrpcStatus.INTERNAL, "internal error")
         else:
-            self._send(said)
+            log.error("ext_proc stream failed", exc_info=error)
+            self._stream.finish(GrpcStatus.INTERNAL, "internal error")
 
     def _send(self, said: Sending) -> None:
         if isinstance(said, Pending):
@@ -109,7 +110,10 @@ class ExtProcCall:
         self._pending = None
         if self._stream.over or ready.cancelled():
             return
-        self._respond(lambda: self._exchange.resolve(ready.result()))
+        try:
+            self._send(self._exchange.resolve(ready.result()))
+        except Exception as error:  # noqa: BLE001 - it is told of
+            self._fail(error)
         queued, self._queued = self._queued, []
         for raw in queued:
             self.message(raw)
@@ -150,6 +154,7 @@ class _Wire(asyncio.Protocol):
         self._lane = lane
         self._open_call = open_call
         self._transport: asyncio.Transport
+        self._payment: asyncio.TimerHandle | None = None
         self.connection: Connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -161,11 +166,18 @@ class _Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Some frames, cut anywhere."""
-        self.connection.receive(data)
-        if self.connection.failed is not None:
-            self._lane.events.lane_failed(self.connection.failed.name.lower())
-            log.warning("lane connection ended", code=self.connection.failed.name, why=self.connection.why)
+        connection = self.connection
+        connection.receive(data)
+        if connection.owes_ends and self._payment is None:
+            self._payment = asyncio.get_running_loop().call_later(_ENDS_WITHIN_S, self._pay)
+        if connection.failed is not None:
+            self._lane.events.lane_failed(connection.failed.name.lower())
+            log.warning("lane connection ended", code=connection.failed.name, why=connection.why)
             self._transport.close()
+
+    def _pay(self) -> None:
+        self._payment = None
+        self.connection.pay()
 
     def pause_writing(self) -> None:
         """Envoy does not read as fast as it asks: it must not ask on."""
@@ -177,12 +189,15 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         """Gone, and all its streams with it."""
+        if self._payment is not None:
+            self._payment.cancel()
         self._lane.wires.discard(self)
         self._lane.events.lane_connections(-1)
         self.connection.lost()
 
     def close(self) -> None:
         """Hang up, once what was written has left."""
+        self.connection.pay()
         self._transport.close()
 
 

@@ -25,6 +25,7 @@ from typing import Final, Protocol
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME = struct.Struct(">HBBBI")
 """Length in two parts, type, flags, stream: section 4.1."""
+_HEADER_BYTES: Final = _FRAME.size
 _SETTING = struct.Struct(">HI")
 _UINT = struct.Struct(">I")
 _LARGEST_WINDOW: Final = 2**31 - 1
@@ -34,6 +35,8 @@ _DEFAULT_FRAME: Final = 16_384
 _PREFIXED = struct.Struct(">BI")
 _PREFIX: Final = 5
 """gRPC's before each message: a flag and four bytes of length."""
+_MESSAGE = struct.Struct(">HBBBIBI")
+"""Both, of a message that is one frame."""
 
 
 class Frame(IntEnum):
@@ -49,6 +52,9 @@ class Frame(IntEnum):
     GOAWAY = 7
     WINDOW_UPDATE = 8
     CONTINUATION = 9
+
+
+_DATA: Final = int(Frame.DATA)  # of most frames: finding a member of an enum takes as long as reading a header
 
 
 class ErrorCode(IntEnum):
@@ -125,9 +131,16 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
 
+def _around_id(flags: int, block: bytes) -> tuple[bytes, bytes]:
+    """A HEADERS frame that is always the same but for its stream: what stands before and after that."""
+    frame = _frame(Frame.HEADERS, flags, 0, block)
+    return frame[: _HEADER_BYTES - _UINT.size], block
+
+
 _STATUS_200 = b"\x88"
 """`:status: 200`, the static table's entry 8."""
 _ANSWER_HEADERS = _STATUS_200 + _literal(b"content-type", b"application/grpc")
+_ANSWER_BEGINS = _around_id(_END_HEADERS, _ANSWER_HEADERS)
 _LONGEST_TEXT = 100
 
 
@@ -135,6 +148,10 @@ def _trailers(status: GrpcStatus, text: str) -> bytes:
     block = _literal(b"grpc-status", str(int(status)).encode())
     told = "".join(letter if " " <= letter <= "~" and letter != "%" else "?" for letter in text[:_LONGEST_TEXT])
     return block + _literal(b"grpc-message", told.encode()) if told else block
+
+
+_WELL = _trailers(GrpcStatus.OK, "")
+_ENDS_WELL = _around_id(_END_HEADERS | _END_STREAM, _WELL)
 
 
 class Stream:
@@ -182,22 +199,22 @@ class Stream:
         connection, size = self._connection, len(message) + _PREFIX
         if not self._answered:
             self._answered = True
-            connection.put(_frame(Frame.HEADERS, _END_HEADERS, self._id, _ANSWER_HEADERS))
-        prefix = b"\x00" + _UINT.pack(size - _PREFIX)
+            before, after = _ANSWER_BEGINS
+            connection.put(before + _UINT.pack(self._id) + after)
         fits = size <= self.send_window and size <= connection.send_window and size <= connection.peer_frame
         if fits and not self._unsent:
             self.send_window -= size
             connection.send_window -= size
-            connection.put(_FRAME.pack(size >> 8, size & 0xFF, Frame.DATA, 0, self._id) + prefix + message)
+            connection.put(_MESSAGE.pack(size >> 8, size & 0xFF, _DATA, 0, self._id, 0, size - _PREFIX) + message)
         else:
-            self._unsent.append(memoryview(prefix + message))
+            self._unsent.append(memoryview(_PREFIXED.pack(0, size - _PREFIX) + message))
             self.pump()
         connection.flush()
 
     def finish(self, status: GrpcStatus = GrpcStatus.OK, text: str = "") -> None:
         """End the call, after all that was sent."""
         if not self.over and self._finishing is None:
-            self._finishing = _trailers(status, text)
+            self._finishing = _trailers(status, text) if status or text else _WELL
             self.pump()
             self._connection.flush()
 
@@ -223,20 +240,28 @@ class Stream:
             self._put_end(self._finishing)
 
     def _put_end(self, trailers: bytes) -> None:
-        block = trailers if self._answered else _ANSWER_HEADERS + trailers
-        self._connection.put(_frame(Frame.HEADERS, _END_HEADERS | _END_STREAM, self._id, block))
-        if not self.half_closed:  # it need not go on sending, section 8.1
-            self._connection.put(_frame(Frame.RST_STREAM, 0, self._id, _UINT.pack(ErrorCode.NO_ERROR)))
-        self._connection.drop(self._id)
+        connection = self._connection
+        if trailers is _WELL and self._answered and self.half_closed:
+            before, after = _ENDS_WELL
+            connection.put_late(before + _UINT.pack(self._id) + after)
+        else:
+            block = trailers if self._answered else _ANSWER_HEADERS + trailers
+            connection.put(_frame(Frame.HEADERS, _END_HEADERS | _END_STREAM, self._id, block))
+            if not self.half_closed:  # it need not go on sending, section 8.1
+                connection.put(_frame(Frame.RST_STREAM, 0, self._id, _UINT.pack(ErrorCode.NO_ERROR)))
+        connection.drop(self._id)
 
-    def take(self, piece: bytes) -> None:
+    def take(self, data: bytes, begin: int, end: int) -> None:
         """Some bytes of messages, cut anywhere; usually it is one message."""
-        size = len(piece) - _PREFIX
-        if not self._parts and self._need < 0 and 0 <= size <= self._connection.limits.message_bytes:
-            flag, length = _PREFIXED.unpack_from(piece)
+        size = end - begin - _PREFIX
+        if self._need < 0 and not self._parts and 0 <= size <= self._connection.limits.message_bytes:
+            flag, length = _PREFIXED.unpack_from(data, begin)
             if not flag and length == size:
-                self.call.message(piece[_PREFIX:])
+                self.call.message(data[begin + _PREFIX : end])
                 return
+        self._gather(data[begin:end])
+
+    def _gather(self, piece: bytes) -> None:
         self._parts.append(piece)
         self._have += len(piece)
         while not self.over:
@@ -264,6 +289,9 @@ class Stream:
 class Connection:
     """One connection. `receive` what comes; what is to be written is handed to `write` in one piece per turn.
 
+    The end of a call that its client has ended too is nothing that anybody waits for, and a write of its own costs as
+    much as the rest of it: it goes with what is written next. While `owes_ends`, see to it that this is soon.
+
     `open_call` makes the call of a new stream. `failed`: the connection is over by a fault, told in the last bytes
     written; close it.
     """
@@ -278,6 +306,7 @@ class Connection:
         self.blocked: dict[int, Stream] = {}
         self._write = write
         self._output: list[bytes] = []
+        self._is_due = False
         self._reading = False
         self._peer_window = _DEFAULT_WINDOW
         # What comes
@@ -287,6 +316,7 @@ class Connection:
         self._going_away = False
         self._frame_limit = min(limits.message_bytes + _PREFIX, _LARGEST_FRAME)
         self._window = min(max(2 * limits.message_bytes, _DEFAULT_WINDOW), _LARGEST_WINDOW)
+        self._low_window = self._window // 2
         self._received = 0
         self._rest = bytearray()
         self._needed = len(PREFACE)
@@ -351,6 +381,11 @@ class Connection:
         self._replenish()
         self.flush()
 
+    @property
+    def owes_ends(self) -> bool:
+        """Ends of calls wait for something to be written with: `pay` soon."""
+        return bool(self._output)
+
     def go_away(self) -> None:
         """Take no more streams; those that are open go on."""
         if not self._going_away and self.failed is None:
@@ -368,17 +403,29 @@ class Connection:
     def put(self, frame: bytes) -> None:
         """Write this with the rest of the turn."""
         self._output.append(frame)
+        self._is_due = True
+
+    def put_late(self, frame: bytes) -> None:
+        """Write this with whatever is written next; at once if that may be nothing."""
+        self._output.append(frame)
+        self._is_due |= self._going_away
 
     def flush(self) -> None:
         """Write at once what was put, unless we are in the middle of reading: then all of it leaves afterwards."""
-        if self._output and not self._reading:
-            output, self._output = self._output, []
-            self._write(output[0] if len(output) == 1 else b"".join(output))
+        if self._is_due and not self._reading:
+            self.pay()
+
+    def pay(self) -> None:
+        """Write all that was put."""
+        if self._output:
+            output, self._output, self._is_due = self._output, [], False
+            self._write(b"".join(output))
 
     def drop(self, stream_id: int) -> None:
         """A stream is over."""
         stream = self._streams.pop(stream_id, None)
-        self.blocked.pop(stream_id, None)
+        if self.blocked:
+            self.blocked.pop(stream_id, None)
         if stream is not None:
             stream.over = True
             stream.call.closed()
@@ -387,43 +434,42 @@ class Connection:
 
     def _read(self, data: bytes) -> int:
         """Read all whole frames. Returns how many bytes they are."""
-        at, size = self._read_preface(data), len(data)
+        at, size = 0 if self._greeted else self._read_preface(data), len(data)
         if not self._greeted:
             return 0
-        while size - at >= _FRAME.size:
+        while size - at >= _HEADER_BYTES:
             high, low, kind, flags, stream_id = _FRAME.unpack_from(data, at)
             length = high << 8 | low
             if length > self._frame_limit:
                 raise Violation(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
-            begin = at + _FRAME.size
+            begin = at + _HEADER_BYTES
             end = begin + length
             if end > size:
                 self._needed = end - at
                 return at
-            self._read_frame(kind, flags, stream_id & _LARGEST_WINDOW, data, begin, end)
+            stream_id &= _LARGEST_WINDOW
+            if kind == _DATA and not self._continues:
+                self._on_data(flags, stream_id, data, begin, end)
+            else:
+                self._on_other(kind, flags, stream_id, data[begin:end])
             at = end
-        self._needed = _FRAME.size
+        self._needed = _HEADER_BYTES
         return at
 
     def _read_preface(self, data: bytes) -> int:
-        if self._greeted:
-            return 0
         if data[: len(PREFACE)] != PREFACE[: len(data)]:
             raise Violation(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 preface")
         self._greeted = len(data) >= len(PREFACE)
         return len(PREFACE)
 
-    def _read_frame(self, kind: int, flags: int, stream_id: int, data: bytes, begin: int, end: int) -> None:
-        if kind == Frame.DATA and not self._continues:
-            self._on_data(flags, stream_id, data, begin, end)
-            return
+    def _on_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._continues and (kind != Frame.CONTINUATION or stream_id != self._continues):
             raise Violation(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
         if not self._settled and kind != Frame.SETTINGS:
             raise Violation(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         handler = self._handlers.get(kind)
         if handler is not None:  # unknown ones are passed over, section 5.5
-            handler(flags, stream_id, data[begin:end])
+            handler(flags, stream_id, payload)
 
     def _on_data(self, flags: int, stream_id: int, data: bytes, begin: int, end: int) -> None:
         stream, length = self._streams.get(stream_id), end - begin
@@ -439,8 +485,8 @@ class Connection:
         if flags & _PADDED:
             begin, end = _unpadded(data, begin, end)
         if end > begin:
-            stream.take(data[begin:end])
-        if stream.receive_window < self._window // 2 and not stream.over:
+            stream.take(data, begin, end)
+        if stream.receive_window < self._low_window and not stream.over:
             self.put(_frame(Frame.WINDOW_UPDATE, 0, stream_id, _UINT.pack(self._window - stream.receive_window)))
             stream.receive_window = self._window
         if flags & _END_STREAM:

@@ -69,7 +69,8 @@ class Server:
         self.writes += 1
 
     def take(self) -> bytes:
-        """What was written since the last look."""
+        """What was written since the last look, with what is owed by then."""
+        self.connection.pay()
         data = bytes(self.written)
         self.written.clear()
         return data
@@ -205,6 +206,40 @@ def test_all_answers_to_one_read_leave_in_one_write() -> None:
     before = server.writes
     server.connection.receive(client.h2.data_to_send())
     assert server.writes == before + 1
+
+
+def test_an_end_that_nobody_waits_for_goes_with_the_next_write() -> None:
+    """Until then it is owed; the stream is over all the same."""
+    server = Server()
+    client = Client(server)
+    stream, other = client.call(b"one", end=False), client.call(b"two", end=False)
+    client.exchange()
+    before = server.writes
+    client.h2.end_stream(stream)
+    server.connection.receive(client.h2.data_to_send())
+    assert (server.writes, server.connection.owes_ends, server.connection.open_streams) == (before, True, 1)
+    client.send(other, grpc(b"more"))
+    server.connection.receive(client.h2.data_to_send())
+    assert (server.writes, server.connection.owes_ends) == (before + 1, False)
+    assert [kind for kind, *_ in server.frames()][-2:] == [Frame.HEADERS, Frame.DATA]
+
+
+@pytest.mark.parametrize("why", ["unanswered", "another status", "going away"])
+def test_an_end_that_somebody_may_wait_for_is_written_at_once(why: str) -> None:
+    """A client that has no answer yet, one that is told of a fault, and ourselves when we stop."""
+    server = Server()
+    if why == "another status":
+        server.end = (GrpcStatus.INTERNAL, "internal error")
+    client = Client(server)
+    messages = [] if why == "unanswered" else [b"one"]
+    stream = client.call(*messages, end=False)
+    client.exchange()
+    if why == "going away":
+        server.connection.go_away()
+    before = server.writes
+    client.h2.end_stream(stream)
+    server.connection.receive(client.h2.data_to_send())
+    assert (server.writes, server.connection.owes_ends) == (before + 1, False)
 
 
 @pytest.mark.parametrize("seed", range(SESSIONS))
