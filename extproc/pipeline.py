@@ -155,21 +155,18 @@ class Pipeline:
         refusal = self._judge_headers(self.generation, flight, headers)
         return None if refusal is None else self._refuse(flight, headers, refusal)
 
-    def decide(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Reply | Pending:
-        """What to do with one request. Never raises: a fault of ours is a 500 with a counter and a log line."""
-        return self._reply(flight, headers, body, None)
-
-    def _reply(
+    def decide(
         self,
         flight: Flight,
         headers: Mapping[str, str],
         body: bytes,
-        read: Read | Refusal | None,
+        read: Read | Refusal | None = None,
         found: Found | None = None,
     ) -> Reply | Pending:
-        """`read`: what was found in the body; None to have it read, at once or in steps.
+        """What to do with one request. Never raises: a fault of ours is a 500 with a counter and a log line.
 
-        `found`: what the engines hold of the prompt, if that was asked before.
+        `read`: what was found in the body; None to have it read, at once or in steps. `found`: what the engines hold
+        of the prompt, if that was asked before.
         """
         try:
             outcome = self._decide(flight, headers, body, read, found)
@@ -196,7 +193,7 @@ class Pipeline:
         except Exception as error:
             log.exception("reading failed", error=str(error))
             read = INTERNAL_ERROR
-        reply = self._reply(flight, incoming.headers, incoming.body, read)
+        reply = self.decide(flight, incoming.headers, incoming.body, read)
         return await reply.ready if isinstance(reply, Pending) else reply
 
     async def _decide_matched(
@@ -211,7 +208,7 @@ class Pipeline:
 
         It is planned once more: the world, and the config, may have moved meanwhile.
         """
-        reply = self._reply(flight, headers, body, read, await asked)
+        reply = self.decide(flight, headers, body, read, await asked)
         return await reply.ready if isinstance(reply, Pending) else reply
 
     def _refuse(
@@ -365,7 +362,7 @@ class Pipeline:
         self._choose_s(chosen_at - began)
         if isinstance(decision, Unplaceable):
             return replace(self._unplaceable(target, decision), asked_model=request.asked_model)
-        return self._commit(asked, decision, chosen_at)
+        return self._commit(asked, placement, decision, chosen_at)
 
     def _room_for(self, asked: Asked) -> WaitingRoom | Refusal | None:
         """Where the request may wait, with its class noted; a refusal if it names a class that there is none of."""
@@ -387,11 +384,10 @@ class Pipeline:
         request.may_wait = True
         return room
 
-    def _commit(self, asked: Asked, decision: Decision, began: float) -> Route:
+    def _commit(self, asked: Asked, placement: Placement, decision: Decision, began: float) -> Route:
         """Take the place that was chosen. `began`: when, by the clock of `perf_counter`."""
         flight, plan, generation = asked.flight, asked.plan, asked.generation
         request, target = plan.request, plan.target
-        placement = self._fleet.placements[target.pool.name]
         now_s = self._clock()
         if flight.waits_since_s is not None:  # whichever way it has found its place in the end
             decision.waited_s = now_s - flight.waits_since_s
@@ -413,7 +409,7 @@ class Pipeline:
         request.prompt = b""  # it goes no further than this
         self._commit_s(perf_counter() - began)
         return Route(
-            target.pool.cluster_name,
+            target.cluster_name,
             decision.addresses,
             flight.request_id,
             request.model,
@@ -458,7 +454,7 @@ class Pipeline:
             most_wait_s=_USABLE_HOLD * asked.flight.hold_s,
             request=request,
             asked=asked,
-            again=partial(self._reply, asked.flight, asked.headers, asked.body, asked.read, asked.found),
+            again=partial(self.decide, asked.flight, asked.headers, asked.body, asked.read, asked.found),
             room=room,
         )
 
@@ -469,7 +465,8 @@ class Pipeline:
             return self.turn_away(held, broken)
         try:
             held.asked.flight.must_be_open()
-            return self._commit(held.asked, decision, perf_counter())
+            placement = self._fleet.placements[held.asked.plan.target.pool.name]
+            return self._commit(held.asked, placement, decision, perf_counter())
         except Exception as error:
             log.exception("decision failed", error=str(error))
             return self.turn_away(held, INTERNAL_ERROR)
@@ -637,6 +634,8 @@ def _reads_slowly(headers: Mapping[str, str], body: bytes) -> bool:
     """A body that takes longer to read than others should wait for; a compressed one may be megabytes in kilobytes."""
     if len(body) > READ_AT_ONCE_BYTES:
         return True
+    if "content-encoding" not in headers:
+        return False
     return encoding_of(headers) in SUPPORTED and inflates_beyond(body, _INFLATED_AT_ONCE_BYTES)
 
 
@@ -656,9 +655,10 @@ def _judge_content(generation: Generation, headers: Mapping[str, str], api: Api 
         return too_large(generation)
     if api is None:
         return None
-    encoding = encoding_of(headers)
-    if encoding and encoding not in SUPPORTED:
-        return _unsupported_encoding(encoding)
+    if "content-encoding" in headers:
+        encoding = encoding_of(headers)
+        if encoding and encoding not in SUPPORTED:
+            return _unsupported_encoding(encoding)
     if is_multipart(headers) != (api.model_in is ModelIn.FORM) and api.model_in in _WITH_BODIES:
         return _unsupported_content_type(api)
     return None

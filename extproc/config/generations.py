@@ -36,12 +36,14 @@ class Target:
     list_length: int
     list_for_all: bool
     terms: Terms
+    cluster_name: str
 
 
 @dataclass(frozen=True)
 class Space:
     """What of the fleet there is for a tenant, or for everybody: names it may use, and where they lead.
 
+    `pools`: those that it sees; None where everybody sees all of them, and is placed by their own policies.
     `policies`: pool -> the name of the policy that its requests are placed by there, where that is not the pool's own.
     """
 
@@ -125,7 +127,7 @@ class Generation:
     def _target(self, pool: Pool, model: str, terms: Terms) -> Target:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
-        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", terms)
+        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", terms, pool.cluster_name)
 
     @cached_property
     def hidden_headers(self) -> tuple[str, ...]:

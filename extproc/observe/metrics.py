@@ -242,10 +242,10 @@ class Metrics:
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
         """One request was routed."""
-        self._decisions.add((pool, endpoint, reason))
-        self._prompt_tokens.add((pool,), prompt_tokens)
+        self._decisions.counts[pool, endpoint, reason] += 1
+        self._prompt_tokens.counts[(pool,)] += prompt_tokens
         if matched_tokens:
-            self._matched_tokens.add((pool,), matched_tokens)
+            self._matched_tokens.counts[(pool,)] += matched_tokens
 
     def stage(self, name: str) -> Times:
         """The histogram of one step's seconds; hold on to it."""
@@ -277,7 +277,7 @@ class Metrics:
 
     def completed(self, pool: str, outcome: str, ttft_s: float | None, duration_s: float | None) -> None:
         """A request's access-log entry came."""
-        self._completions.add((pool, outcome))
+        self._completions.counts[pool, outcome] += 1
         if ttft_s is not None:
             self._ttft.of(pool).observe(ttft_s)
         if duration_s is not None:
@@ -286,13 +286,13 @@ class Metrics:
     def used_tokens(self, pool: str, kind: str, tokens: int | None) -> None:
         """Tokens of one kind, as the engine's usage says."""
         if tokens:
-            self._tokens.add((pool, kind), tokens)
+            self._tokens.counts[pool, kind] += tokens
 
     def compared(self, pool: str, predicted_tokens: float, found_tokens: int) -> None:
         """What was believed cached of one prompt, and what the engine found."""
         if predicted_tokens or found_tokens:
-            self._predicted_tokens.add((pool,), predicted_tokens)
-            self._found_tokens.add((pool,), found_tokens)
+            self._predicted_tokens.counts[(pool,)] += predicted_tokens
+            self._found_tokens.counts[(pool,)] += found_tokens
 
     def tenant_used(self, tenant: str, tokens: float, source: str) -> None:
         """A tenant's request was settled, by what this source says that it used."""
@@ -371,7 +371,7 @@ class Metrics:
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""
-        self._entries.add((kind, result))
+        self._entries.counts[kind, result] += 1
 
     def entry_missing(self) -> None:
         """An access-log entry did not come in time."""

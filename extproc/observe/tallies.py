@@ -8,6 +8,7 @@ made meanwhile in another thread is a request behind, at worst.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -33,26 +34,23 @@ class Tally(Collector):
 
 
 class Counts(Collector):
-    """One counter by labels whose values come and go: with pools, say."""
+    """One counter by labels whose values come and go: with pools, say. `counts`: by these values."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._counts: dict[tuple[str, ...], float] = {}
-
-    def add(self, values: tuple[str, ...], more: float = 1) -> None:
-        """So many more of these values of the labels."""
-        self._counts[values] = self._counts.get(values, 0) + more
+        self.counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
 
     def drop(self, label: str, value: str) -> None:
         """Drop every series with this value."""
         if label in self._labels:
             position = self._labels.index(label)
-            self._counts = {values: count for values, count in self._counts.items() if values[position] != value}
+            for values in [values for values in self.counts if values[position] == value]:
+                del self.counts[values]
 
     def collect(self) -> Iterable[Metric]:
         """What has been counted."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, count in self._counts.copy().items():
+        for values, count in self.counts.copy().items():
             family.add_metric(values, count)
         yield family
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, pairwise, repeat
 from operator import floordiv, mul, sub
 
@@ -40,6 +41,7 @@ _ENDS = [block.stop for block in _BLOCKS]
 _hash = xxhash.xxh3_64_intdigest
 
 
+@lru_cache(maxsize=1024)
 def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
     """The chain's first seed: prompts under another model, adapter or salt share nothing."""
     return _hash("\0".join((model, adapter or "", cache_salt or "")).encode("utf-8", "surrogatepass"))

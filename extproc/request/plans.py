@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec.structs import replace as with_changed
 
-from extproc.config.generations import Generation, Target
+from extproc.config.generations import Generation, Space, Target
 from extproc.request import encodings
 from extproc.request.apis import Api, ModelIn, canonical, path_of, response_id
 from extproc.request.parsing import (
@@ -86,6 +86,8 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
     if isinstance(plan, Refusal):
         return plan
     space = generation.space_of(incoming.tenant)
+    if space.pools is None:
+        return plan
     if space.sees(plan.target):
         plan.request.policy = space.policies.get(plan.target.pool.name)
         return plan
@@ -99,31 +101,35 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 
 def _read_body(generation: Generation, incoming: Incoming) -> Read | Refusal:
     """Read a body that names its model."""
-    plain = plain_body(generation, incoming.headers, incoming.body)
-    if isinstance(plain, Refusal):
-        return plain
-    parsed = _parse(generation, incoming, plain)
+    headers, plain = incoming.headers, incoming.body
+    if "content-encoding" in headers:
+        inflated = plain_body(generation, headers, plain)
+        if isinstance(inflated, Refusal):
+            return inflated
+        plain = inflated
+    space = generation.space_of(incoming.tenant)
+    parsed = _parse(generation, space, incoming, plain)
     if isinstance(parsed, Refusal):
         return parsed
-    target = generation.space_of(incoming.tenant).targets[parsed.model]
-    request = to_request(parsed, target.model, target.rates, session_key=_session(incoming.headers))
+    target = space.targets[parsed.model]
+    request = to_request(parsed, target.model, target.rates, session_key=_session(headers))
     return Read(generation, plain, parsed, target, request)
 
 
 def read_steps(generation: Generation, incoming: Incoming, plain: bytes) -> Steps[Read | Refusal]:
     """Read it in steps of a millisecond or two, but for the decoder's, which cannot be cut."""
-    parsed = _parse(generation, incoming, plain)
+    space = generation.space_of(incoming.tenant)
+    parsed = _parse(generation, space, incoming, plain)
     yield
     if isinstance(parsed, Refusal):
         return parsed
-    target = generation.space_of(incoming.tenant).targets[parsed.model]
+    target = space.targets[parsed.model]
     request = yield from request_steps(parsed, target.model, target.rates, session_key=_session(incoming.headers))
     return Read(generation, plain, parsed, target, request)
 
 
-def _parse(generation: Generation, incoming: Incoming, plain: bytes) -> Parsed | Refusal:
+def _parse(generation: Generation, space: Space, incoming: Incoming, plain: bytes) -> Parsed | Refusal:
     """The body's fields; a refusal also where its model leads nowhere."""
-    space = generation.space_of(incoming.tenant)
     if incoming.api.model_in is ModelIn.FORM:
         form = incoming.headers.get("content-type", "")
         parsed = parse_form(incoming.api, form, plain, space.default_model)
@@ -142,9 +148,10 @@ def _from_body(generation: Generation, stored: StoredResponses, incoming: Incomi
     if isinstance(read, Refusal):
         return read
     plain, parsed, target, request = read.plain, read.parsed, read.target, read.request
-    refusal = _judge_parsed(generation, stored, incoming, parsed, request)
-    if refusal is not None:
-        return replace(refusal, asked_model=parsed.model)
+    if generation.bounds is not None or parsed.stored is not None:
+        refusal = _judge_parsed(generation, stored, incoming, parsed, request)
+        if refusal is not None:
+            return replace(refusal, asked_model=parsed.model)
     own_id, edits, usage = None, model_edits(plain, parsed, target.model), None
     if parsed.stored is not None:
         _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)

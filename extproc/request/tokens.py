@@ -39,16 +39,17 @@ class TokenRates:
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     """Tokens of raw JSON text without images, at least 1."""
-    if len(text) > _STEP:
+    length = len(text)
+    if length > _STEP:
         return at_once(_estimate_steps(text, rates))
-    return _tokens(len(text), _cjk_characters(text), _count_pair(text, _ESCAPE), rates)
+    return _tokens(length, 0 if text.isascii() else _cjk_characters(text), _count_pair(text, _ESCAPE), rates)
 
 
 def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
     cjk = escaped = 0
     for start in range(0, len(text), _STEP):
         part = text[start : start + _STEP]
-        cjk += _cjk_characters(part)
+        cjk += 0 if part.isascii() else _cjk_characters(part)
         overlapping = part if len(part) < _STEP else text[start : start + _STEP + 1]  # one may end in the next part
         escaped += _count_pair(overlapping, _ESCAPE)
         if start + _STEP < len(text):
@@ -63,8 +64,6 @@ def _tokens(length: int, cjk: int, escaped: int, rates: TokenRates) -> int:
 
 
 def _cjk_characters(text: bytes) -> int:
-    if text.isascii():
-        return 0
     above = np.frombuffer(text, np.uint8) - np.uint8(_FIRST_CJK_LEAD)  # what is below wraps round and is large
     return int(np.count_nonzero(above < _CJK_LEADS))
 
@@ -79,7 +78,9 @@ def _count_pair(text: bytes, pair: bytes) -> int:
 
 def image_spans(text: bytes) -> list[Span]:
     """Where inline images (base64 data URLs) stand in the prompt: (start, end) byte offsets, in order."""
-    if not _count_pair(text, b";b") or b";base64," not in text:  # the cheaper question first
+    if len(text) >= _SHORT_BYTES and not _count_pair(text, b";b"):  # the cheaper question
+        return []
+    if b";base64," not in text:
         return []
     return [match.span() for match in _DATA_URL.finditer(text)]
 

@@ -116,8 +116,10 @@ _parse = ext_proc.ProcessingRequest.FromString
 
 def read(raw: bytes) -> Received:
     """Decode one ProcessingRequest. Raises Malformed."""
-    if len(raw) > _LARGE_BYTES and (body := _whole_body(raw)) is not None:
-        return body
+    if raw.startswith(_BODY_TAG):
+        frame, body = _whole_body_frame(len(raw))
+        if raw.startswith(frame) and raw.endswith(_END_OF_STREAM):
+            return Received(Phase.REQUEST_BODY, body=raw[body], end_of_stream=True)
     try:
         message = _parse(raw)
     except Exception as error:  # upb's DecodeError has no public name of its own
@@ -155,35 +157,37 @@ def _headers(sent: Iterable[base_pb2.HeaderValue]) -> dict[str, str]:
     return {header.key: str(header.raw_value, "utf-8", "replace") or header.value for header in sent}
 
 
-_LARGE_BYTES = 16_384
-"""From here on copying costs more than reading: upb copies a body into its message, and once more out of it."""
 _BODY_TAG, _BYTES_TAG, _END_OF_STREAM = b"\x22", b"\x0a", b"\x10\x01"
 """ProcessingRequest.request_body; in it HttpBody.body and `end_of_stream: true`."""
 
 
-def _whole_body(raw: bytes) -> Received | None:
-    """A message that is nothing but a request body, read by hand with one copy; None for any other, which upb reads."""
-    outer = _length_at(raw, 1) if raw.startswith(_BODY_TAG) else None
-    if outer is None or outer[0] + outer[1] != len(raw) or raw[outer[0] : outer[0] + 1] != _BYTES_TAG:
-        return None
-    inner = _length_at(raw, outer[0] + 1)
-    if inner is None:
-        return None
-    end = inner[0] + inner[1]
-    rest = raw[end : end + 3]
-    if end > len(raw) or (rest and rest != _END_OF_STREAM):
-        return None
-    return Received(Phase.REQUEST_BODY, body=raw[inner[0] : end], end_of_stream=bool(rest))
+@lru_cache(maxsize=4096)
+def _whole_body_frame(length: int) -> tuple[bytes, slice]:
+    """How a message of this length begins that is a whole request body and nothing else, and where the body stands.
+
+    By it such a message is read with one copy of what may be megabytes; upb, which reads all others, makes two.
+    """
+    outer = _length_that_fills(length - 1)
+    inner = _length_that_fills(length - 1 - len(outer) - 1 - len(_END_OF_STREAM))
+    frame = _BODY_TAG + outer + _BYTES_TAG + inner
+    return (frame, slice(len(frame), length - len(_END_OF_STREAM))) if outer and inner else (_NO_FRAME, slice(0))
 
 
-def _length_at(raw: bytes, at: int) -> tuple[int, int] | None:
-    """Where a varint that stands there ends, and its value, a length; None for one of more than five bytes."""
-    value = 0
-    for shift, byte in enumerate(raw[at : at + 5]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return at + shift + 1, value
-    return None
+_NO_FRAME = b"\0"
+"""What no message begins with that is asked about."""
+
+
+def _length_that_fills(space: int) -> bytes:
+    """The varint that says how much there is behind it, in a space that both of them fill.
+
+    Nothing where there is none, as where it would take a byte more to say a byte more.
+    """
+    for width in range(1, space + 1):
+        length = space - width
+        if length >> 7 * width == 0 and (width == 1 or length >> 7 * (width - 1)):
+            septets = [length >> 7 * place & 0x7F for place in range(width)]
+            return bytes([*(septet | 0x80 for septet in septets[:-1]), septets[-1]])
+    return b""
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:

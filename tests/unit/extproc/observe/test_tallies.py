@@ -48,7 +48,7 @@ def test_series_come_and_go_as_a_counters() -> None:
     ours.register(counts)
     counter = Counter("x", "How many", ("pool", "kind"), registry=theirs)
     for pool, kind, more in (("a", "good", 2), ("b", "good", 1), ("a", "good", 0.5), ("b", "bad", 3)):
-        counts.add((pool, kind), more)
+        counts.counts[pool, kind] += more
         counter.labels(pool, kind).inc(more)
     assert lines(ours) == lines(theirs)
     counts.drop("kind", "bad")

@@ -115,8 +115,8 @@ def test_a_request_body_is_read() -> None:
 def as_upb_reads(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     """What is made of a message by hand and by upb; Malformed as its class."""
     found: list[object] = []
-    for large in (0, 1 << 40):
-        monkeypatch.setattr(messages, "_LARGE_BYTES", large)
+    for frame_of in (messages._whole_body_frame, lambda _: (b"\0", slice(0))):
+        monkeypatch.setattr(messages, "_whole_body_frame", frame_of)
         try:
             found.append(read(raw))
         except Malformed:
@@ -125,20 +125,26 @@ def as_upb_reads(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, o
 
 
 @pytest.mark.parametrize("end_of_stream", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 20_000, 3_000_000])
-def test_a_large_body_is_read_by_hand(
+@pytest.mark.parametrize("size", [0, 1, 121, 122, 123, 124, 127, 128, 2_000, 16_376, 16_380, 3_000_000])
+def test_a_whole_body_is_read_by_hand(
     size: int,
     end_of_stream: bool,  # noqa: FBT001 - a case
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same as upb reads, and without it."""
+    """The same as upb reads, and without it where it ends the stream, but for an empty one."""
+    raw = body_message(size, end_of_stream=end_of_stream)
+    with monkeypatch.context() as patched:
+        by_hand, by_upb = as_upb_reads(raw, patched)
+    assert by_hand == by_upb
+    monkeypatch.setattr(messages, "_parse", None)
+    assert not size or not end_of_stream or read(raw) == by_hand
+
+
+def body_message(size: int, *, end_of_stream: bool) -> bytes:
+    """A request body of so many bytes."""
     message = ext_proc.ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = b"\x0a" * size, end_of_stream
-    by_hand, by_upb = as_upb_reads(message.SerializeToString(), monkeypatch)
-    assert by_hand == by_upb
-    monkeypatch.setattr(messages, "_LARGE_BYTES", 16_384)
-    monkeypatch.setattr(messages, "_parse", None)
-    assert size < 16_384 or read(message.SerializeToString()) == by_hand
+    return message.SerializeToString()
 
 
 PARTS = (
