@@ -32,8 +32,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("kv_used", np.float64, 0),
     ("kv_capacity_tokens", np.float64, 131_072),
     ("context_tokens", np.float64, np.inf),
-    ("in_flight", np.int64, 0),
-    ("in_flight_prompt_tokens", np.int64, 0),
+    ("in_flight", np.float64, 0),
+    ("in_flight_prompt_tokens", np.float64, 0),
     ("in_flight_uncached_tokens", np.int64, 0),
     ("error_ewma", np.float64, 0),
     ("ttft_1m_s", np.float64, 0),
@@ -68,6 +68,10 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("gpu_memory_used", np.float64, np.nan),
 )
 _KEPT_ON_REUSE = ("generation",)
+_LOAD = ("in_flight", "in_flight_prompt_tokens", "kv_capacity_tokens")
+"""Rows of one array: nearly every decision takes all three, of the same slots."""
+_COUNTS = ("in_flight", "in_flight_prompt_tokens")
+"""Whole numbers, though policies calculate with them as floats."""
 
 
 _INTERNAL = {"ttft_1m_weight", "ttft_5m_weight", "ttft_at_s", "silence_s", "most_running", "others_lately"} | {
@@ -162,8 +166,8 @@ class FleetState:
     kv_used: npt.NDArray[np.float64]
     kv_capacity_tokens: npt.NDArray[np.float64]
     context_tokens: npt.NDArray[np.float64]
-    in_flight: npt.NDArray[np.int64]
-    in_flight_prompt_tokens: npt.NDArray[np.int64]
+    in_flight: npt.NDArray[np.float64]
+    in_flight_prompt_tokens: npt.NDArray[np.float64]
     in_flight_uncached_tokens: npt.NDArray[np.int64]
     error_ewma: npt.NDArray[np.float64]
     ttft_1m_s: npt.NDArray[np.float64]
@@ -210,8 +214,7 @@ class FleetState:
         """Adapters listed, running, and waiting for a place, by slot."""
         self.running_adapters = _NamesBySlot()
         self.waiting_adapters = _NamesBySlot()
-        for name, dtype, default in _FIGURES:
-            setattr(self, name, np.full(initial_slots, default, dtype))
+        self._grow(initial_slots)
 
     # -- slots
 
@@ -261,19 +264,22 @@ class FleetState:
             raise TooManyEndpoints(f"more than {self.max_endpoints} endpoints (limits.endpoints)")
         self.addresses += (None,)
         if len(self.addresses) > len(self.generation):
-            self._grow()
+            self._grow(2 * len(self.generation))
         return len(self.addresses) - 1
 
     def _name(self, slot: int, address: str | None) -> None:
         self.addresses = (*self.addresses[:slot], address, *self.addresses[slot + 1 :])
 
-    def _grow(self) -> None:
-        size = 2 * len(self.generation)
+    def _grow(self, size: int) -> None:
+        load = np.empty((len(_LOAD), size))
+        rows = dict(zip(_LOAD, load, strict=True))
         for name, dtype, default in _FIGURES:
-            old = getattr(self, name)
-            new = np.full(size, default, dtype)
+            new = rows[name] if name in rows else np.empty(size, dtype)
+            new[:] = default
+            old = getattr(self, name, new[:0])
             new[: len(old)] = old
             setattr(self, name, new)
+        self._load = load
 
     def _forget_names(self, slot: int) -> None:
         for names in (self._models, self.adapters, self.running_adapters, self.waiting_adapters):
@@ -364,6 +370,15 @@ class FleetState:
 
     # -- reading
 
+    def load(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        """Of each of `slots` requests and prompt tokens in flight and KV capacity in tokens, shape (3, n)."""
+        return self._load.take(slots, 1)
+
+    @property
+    def has_foreign(self) -> bool:
+        """Some engine has requests that are none of ours."""
+        return bool(self.foreign.item(self.foreign.argmax()))  # numpy's own max takes five times as long
+
     def stale(self, slots: npt.NDArray[np.intp], now_s: float) -> npt.NDArray[np.bool_]:
         """Which of `slots` have no figures younger than `stale_after_s` or their silence, shape (n,)."""
         return (now_s - self.observed_at_s[slots] - self.silence_s[slots]) > self.stale_after_s
@@ -377,4 +392,5 @@ class FleetState:
     def snapshot(self, slot: int) -> dict[str, Any]:
         """Every figure of one slot that means something outside, as plain values, for the admin API; None: unknown."""
         figures = {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES if name not in _INTERNAL}
+        figures |= {name: int(figures[name]) for name in _COUNTS}
         return {name: None if figure != figure else figure for name, figure in figures.items()}

@@ -721,7 +721,7 @@ class Fleet:
         slots = np.array([member.slot], np.intp)
         placements = {pool: self.placements[pool] for pool in sorted(member.pools)}
         rates = {pool: placement.ledger.rate(slots) for pool, placement in placements.items()}
-        backlogs = {p: placement.ledger.backlog(slots, rates[p], now_s) for p, placement in placements.items()}
+        backlogs = {p: placement.ledger.backlog(slots, now_s) for p, placement in placements.items()}
         return {
             "indexed_tokens": {
                 pool: placement.index.held_tokens(member.slot) for pool, placement in placements.items()

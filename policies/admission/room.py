@@ -34,8 +34,8 @@ class RoomSpec:
 def with_room(view: View, spec: RoomSpec) -> Mask:
     """Which candidates have room for any request at all, shape (n,)."""
     ledger, slots = view.ledger, view.slots
-    rate = ledger.rate(slots)
-    at_leisure = ledger.backlog(slots, rate, view.now_s) / rate < spec.busy_s * _shares(view)
+    _, wait_s = ledger.prefill(slots, view.now_s)
+    at_leisure = wait_s < spec.busy_s * _shares(view)
     filling = (view.state.kv_full_in_s[slots] < spec.kv_full_in_s) & (_running(view) > 0)
     room: Mask = with_places(view, spec) & at_leisure & ~filling
     return room

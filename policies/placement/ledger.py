@@ -23,10 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.placement.profiles import Profile
 from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots
@@ -56,29 +54,42 @@ _FEWEST_OF_WHOLE = 64
 _SLOWEST, _FASTEST = 1e-2, 1e6
 """Tokens per second between which any answer is written."""
 
-_COLUMNS = ("pending", "pending_work", "pending_tokens", "bucket", "bucket_at_s", "rate_work", "rate_time_s", "since_s")
-
 
 class Ledger:
-    """Work by endpoint slot; arrays grow with the highest slot seen. `misreadings`: observed rates not believed."""
+    """Work by endpoint slot; columns grow with the highest slot seen. `misreadings`: observed rates not believed.
 
-    pending: Floats
-    pending_work: Floats
-    pending_tokens: Floats
-    bucket: Floats
-    bucket_at_s: Floats
-    rate_work: Floats
-    rate_time_s: Floats
-    since_s: Floats
+    What policies weigh over many endpoints at once stands in arrays, what only the slot that a request concerns needs
+    in lists: of an array one figure takes five times as long to read, and comes as numpy's float, which is slow too.
+    """
 
     def __init__(self, profile: Profile | None = None) -> None:
-        self.profile = profile or Profile()
         self.misreadings = 0
         self.outputs = 0.0
         self.output_tokens_sum = 0.0
         self._decode_rate: float | None = None
         self._size = 0
+        self.pending = self.pending_tokens = np.zeros(0)
+        self._pace = np.zeros((3, 0))  # by row: work per second; when the backlog will be done; how long at most
+        self.pending_work: list[float] = []
+        self.bucket: list[float] = []
+        self.bucket_at_s: list[float] = []
+        self.rate_work: list[float] = []
+        self.rate_time_s: list[float] = []
+        self.since_s: list[float] = []
+        self.profile = profile or Profile()
         self._grow(16)
+
+    @property
+    def profile(self) -> Profile:
+        """What is believed of the hardware as long as nothing better is known."""
+        return self._profile
+
+    @profile.setter
+    def profile(self, profile: Profile) -> None:
+        self._profile = profile
+        self._expect_answers()
+        for slot in range(self._size):
+            self._show(slot)
 
     # -- requests
 
@@ -86,19 +97,22 @@ class Ledger:
         """A request was placed."""
         slot = reservation.slot
         self._reach(slot)
-        work = self.profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
+        work = self._profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
         backlog = self._settle(slot, now_s)
-        if not self.pending[slot]:
+        if not self.pending.item(slot):
             self.since_s[slot] = now_s
         reservation.work, reservation.backlog, reservation.pending = work, backlog, True
+        self.pending[slot] += 1.0
+        self.pending_tokens[slot] += reservation.uncached_tokens
+        self.pending_work[slot] += work
         self.bucket[slot] = backlog + work
-        self._book(slot, 1.0, work, reservation.uncached_tokens)
+        self._show_backlog(slot)
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token came: its prefill is done, and tells of the endpoint's rate."""
         if reservation.pending:
             slot = reservation.slot
-            self._learn(slot, reservation.work, now_s - float(self.since_s[slot]))
+            self._learn(slot, reservation.work, now_s - self.since_s[slot])
             self._done(reservation, now_s)
             self.since_s[slot] = now_s
 
@@ -122,6 +136,7 @@ class Ledger:
         """A request was answered with so many tokens."""
         self.outputs = self.outputs * _OUTPUT_MEMORY + 1.0
         self.output_tokens_sum = self.output_tokens_sum * _OUTPUT_MEMORY + output_tokens
+        self._expect_answers()
 
     def decoded(self, reservation: Reservation, output_tokens: int, upstream_s: float, ttft_s: float | None) -> None:
         """Told how long an answer of so many tokens took, from the request sent to its last byte.
@@ -140,32 +155,32 @@ class Ledger:
         """The slot has another endpoint now, or the same one anew: its rate must be learned again."""
         self._reach(slot)
         self.rate_work[slot] = self.rate_time_s[slot] = self.bucket[slot] = 0.0
+        self._show(slot)
 
     # -- what policies read
+
+    def prefill(self, slots: Slots, now_s: float) -> tuple[Floats, Floats]:
+        """Prefill work per second, and after how many seconds of it a new request has its turn, both of shape (n,)."""
+        self._reach_all(slots)
+        rate, done_at_s, longest_s = self._pace.take(slots, 1)
+        wait_s: Floats = np.minimum(np.maximum(done_at_s - now_s, 0.0), longest_s)
+        return rate, wait_s
 
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
         self._reach_all(slots)
-        rates: Floats = self._with_prior(self.rate_work[slots], self.rate_time_s[slots])
+        rates: Floats = self._pace[0].take(slots)
         return rates
 
-    def backlog(self, slots: Slots, rates: Floats, now_s: float) -> Floats:
+    def backlog(self, slots: Slots, now_s: float) -> Floats:
         """Work still to be done before a new request's turn, shape (n,)."""
-        self._reach_all(slots)
-        left = self.bucket[slots] - rates * (now_s - self.bucket_at_s[slots])
-        waiting: Floats = np.minimum(np.maximum(left, 0.0), self.pending_work[slots])
-        return waiting
+        rate, wait_s = self.prefill(slots, now_s)
+        return rate * wait_s
 
     def waiting_tokens(self, slots: Slots) -> Floats:
         """Uncached prompt tokens of requests without a first token, shape (n,)."""
         self._reach_all(slots)
         return self.pending_tokens[slots]
-
-    @property
-    def expected_output_tokens(self) -> float:
-        """Mean length of an answer."""
-        prior_tokens = _PRIOR_REQUESTS * self.profile.output_tokens
-        return (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
 
     @property
     def decode_rate(self) -> float:
@@ -190,19 +205,35 @@ class Ledger:
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, answers' length and pace."""
-        rate = self._with_prior(self.rate_work.sum(), self.rate_time_s.sum())
+        rate = self._with_prior(sum(self.rate_work), sum(self.rate_time_s))
         return replace(
             self.profile,
-            prefill_tokens_per_s=round(float(rate), 1),
+            prefill_tokens_per_s=round(rate, 1),
             output_tokens=round(self.expected_output_tokens, 1),
             decode_tokens_per_s=round(self.decode_rate, 2),
         )
 
     # -- inside
 
-    def _with_prior(self, work: Any, time_s: Any) -> Any:  # noqa: ANN401 - numbers or arrays of them
+    def _expect_answers(self) -> None:
+        prior_tokens = _PRIOR_REQUESTS * self._profile.output_tokens
+        self.expected_output_tokens = (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
+        """Mean length of an answer."""
+
+    def _with_prior(self, work: float, time_s: float) -> float:
         """The rate that was observed, pulled towards the profile's."""
-        return (work + _PRIOR_S * self.profile.prefill_tokens_per_s) / (time_s + _PRIOR_S)
+        return (work + _PRIOR_S * self._profile.prefill_tokens_per_s) / (time_s + _PRIOR_S)
+
+    def _show(self, slot: int) -> None:
+        """Another rate may have been learned."""
+        self._pace[0, slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
+        self._show_backlog(slot)
+
+    def _show_backlog(self, slot: int) -> None:
+        """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
+        rate = self._pace.item(0, slot)
+        self._pace[1, slot] = self.bucket_at_s[slot] + self.bucket[slot] / rate
+        self._pace[2, slot] = self.pending_work[slot] / rate
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
         time_s = max(time_s, _SHORTEST_S)
@@ -213,11 +244,11 @@ class Ledger:
         kept = math.exp(-time_s / _RATE_MEMORY_S)
         self.rate_work[slot] = self.rate_work[slot] * kept + work
         self.rate_time_s[slot] = self.rate_time_s[slot] * kept + time_s
+        self._show(slot)
 
     def _expected_ttft_s(self, reservation: Reservation) -> float:
         slot = reservation.slot
-        rate = float(self._with_prior(self.rate_work[slot], self.rate_time_s[slot]))
-        return (reservation.backlog + reservation.work) / rate
+        return (reservation.backlog + reservation.work) / self._pace.item(0, slot)
 
     def _follow(self, pace: float, step: float) -> None:
         """Move the decode rate one step towards being what nine in ten exceed."""
@@ -228,37 +259,38 @@ class Ledger:
     def _done(self, reservation: Reservation, now_s: float) -> None:
         slot = reservation.slot
         self._settle(slot, now_s)
-        self._book(slot, -1.0, -reservation.work, -reservation.uncached_tokens)
-        if not self.pending[slot]:  # else rounding would add up over days
+        self.pending[slot] -= 1.0
+        self.pending_tokens[slot] -= reservation.uncached_tokens
+        self.pending_work[slot] -= reservation.work
+        if not self.pending.item(slot):  # else rounding would add up over days
             self.pending_work[slot] = self.pending_tokens[slot] = 0.0
         self.bucket[slot] = min(self.bucket[slot], self.pending_work[slot])
+        self._show_backlog(slot)
         reservation.pending = False
 
     def _settle(self, slot: int, now_s: float) -> float:
         """Let the bucket leak up to now."""
-        rate = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
-        left = float(self.bucket[slot] - rate * (now_s - self.bucket_at_s[slot]))
-        backlog = min(max(left, 0.0), float(self.pending_work[slot]))
+        left = self.bucket[slot] - self._pace.item(0, slot) * (now_s - self.bucket_at_s[slot])
+        backlog = min(max(left, 0.0), self.pending_work[slot])
         self.bucket[slot], self.bucket_at_s[slot] = backlog, now_s
         return backlog
 
-    def _book(self, slot: int, requests: float, work: float, tokens: float) -> None:
-        self.pending[slot] += requests
-        self.pending_work[slot] += work
-        self.pending_tokens[slot] += tokens
-
     def _reach_all(self, slots: Slots) -> None:
         if len(slots):
-            self._reach(int(slots[-1]))
+            self._reach(slots.item(-1))
 
     def _reach(self, slot: int) -> None:
         if slot >= self._size:
             self._grow(max(slot + 1, 2 * self._size))
 
     def _grow(self, size: int) -> None:
-        for name in _COLUMNS:
-            column: npt.NDArray[np.float64] = np.zeros(size)
-            if self._size:
-                column[: self._size] = getattr(self, name)
-            setattr(self, name, column)
+        first, more = self._size, size - self._size
+        self.pending, self.pending_tokens = np.pad(self.pending, (0, more)), np.pad(self.pending_tokens, (0, more))
+        self._pace = np.pad(self._pace, ((0, 0), (0, more)))
+        for column in (
+            self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,
+        ):  # fmt: skip
+            column.extend([0.0] * more)
         self._size = size
+        for slot in range(first, size):
+            self._show(slot)

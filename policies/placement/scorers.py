@@ -86,9 +86,8 @@ def throughput_headroom(view: View, windows: Windows) -> Floats:
 
     Its learned rate, less the part it needs for its backlog within the horizon, less the occupied part of its batch.
     """
-    rate = view.ledger.rate(view.slots)
-    backlog = view.ledger.backlog(view.slots, rate, view.now_s)
-    free = 1 - np.minimum(1.0, backlog / (rate * _HORIZON_S))
+    rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
+    free = 1 - np.minimum(1.0, wait_s / _HORIZON_S)
     batch = 1 - np.minimum(1.0, view.in_flight / windows.concurrency_window)
     headroom: Floats = rate * free * batch / rate.max()
     return headroom

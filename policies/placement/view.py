@@ -23,11 +23,9 @@ class View:
     """
 
     __slots__ = (
-        "_in_flight",
-        "_kv_capacity",
         "_kv_claimed",
         "_kv_used",
-        "_prompt_tokens",
+        "_load",
         "_running",
         "_stale",
         "_waiting",
@@ -61,11 +59,9 @@ class View:
         self.rng = rng
         self.index = index
         self.ledger = ledger
-        self._in_flight: Floats | None = None
+        self._load: Floats | None = None
         self._kv_used: Floats | None = None
         self._kv_claimed: Floats | None = None
-        self._kv_capacity: Floats | None = None
-        self._prompt_tokens: Floats | None = None
         self._running: Floats | None = None
         self._stale: Mask | None = None
         self.fell_back = False
@@ -85,25 +81,29 @@ class View:
         )
 
     @property
+    def load(self) -> Floats:
+        """The next three figures as rows, shape (3, n)."""
+        if self._load is None:
+            self._load = self.state.load(self.slots)
+        return self._load
+
+    @property
     def in_flight(self) -> Floats:
         """Requests in flight, our own count."""
-        if self._in_flight is None:
-            self._in_flight = self.state.in_flight[self.slots].astype(np.float64)
-        return self._in_flight
+        figures: Floats = self.load[0]
+        return figures
 
     @property
     def prompt_tokens_in_flight(self) -> Floats:
         """Prompt tokens of the requests in flight, our own count."""
-        if self._prompt_tokens is None:
-            self._prompt_tokens = self.state.in_flight_prompt_tokens[self.slots].astype(np.float64)
-        return self._prompt_tokens
+        figures: Floats = self.load[1]
+        return figures
 
     @property
     def kv_capacity(self) -> Floats:
         """Size of the KV cache in tokens."""
-        if self._kv_capacity is None:
-            self._kv_capacity = self.state.kv_capacity_tokens[self.slots]
-        return self._kv_capacity
+        figures: Floats = self.load[2]
+        return figures
 
     @property
     def kv_claimed(self) -> Floats:
@@ -115,10 +115,9 @@ class View:
     @property
     def foreign(self) -> Floats:
         """Requests in the engines that are none of ours, by their scrapes; none where those are stale."""
-        foreign: Floats = self.state.foreign[self.slots]
-        if not np.count_nonzero(foreign):
-            return foreign
-        return np.where(self.stale, 0.0, foreign)
+        if not self.state.has_foreign:
+            return np.zeros(len(self.slots))
+        return np.where(self.stale, 0.0, self.state.foreign[self.slots])
 
     @property
     def stale(self) -> Mask:

@@ -112,7 +112,7 @@ class House:
             ledger.pending, ledger.pending_tokens, ledger.pending_work,
         )  # fmt: skip
         pinned = [shelf.users for shelf in self.placement.index._shelves.values()]
-        return not any(count.any() for count in counts) and not any(pinned)
+        return not any(any(count) for count in counts) and not any(pinned)
 
 
 def completion_of(

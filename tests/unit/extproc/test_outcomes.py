@@ -284,7 +284,7 @@ def test_an_answer_told_of_late_teaches_no_stranger() -> None:
     flight.close()
     house.state.generation[flight.reservation.slot] += 1
     house.flights.on_completion(completion(flight.request_id, FIRST, ttft_s=0.1))
-    assert not ledger.rate_time_s.any()
+    assert not any(ledger.rate_time_s)
     assert flight.placement is None
 
 

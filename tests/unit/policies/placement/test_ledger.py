@@ -29,8 +29,7 @@ def _placed(ledger: Ledger, slot: int, tokens: int, now_s: float, *, cached: int
 
 
 def _backlog(ledger: Ledger, slot: int, now_s: float) -> float:
-    slots = _slots(slot)
-    return float(ledger.backlog(slots, ledger.rate(slots), now_s)[0])
+    return float(ledger.backlog(_slots(slot), now_s)[0])
 
 
 def test_a_placed_prompt_is_backlog_until_it_is_prefilled() -> None:
@@ -230,9 +229,41 @@ def test_when_everything_has_ended_nothing_is_left(requests: list[tuple[int, int
         if ends:
             ledger.ended(open_requests.pop(len(open_requests) // 2), now_s + 0.07)
         slots = np.arange(41)
-        assert (ledger.backlog(slots, ledger.rate(slots), now_s) <= ledger.pending_work[slots] + 1e-6).all()
+        assert (ledger.backlog(slots, now_s) <= np.array(ledger.pending_work)[slots] + 1e-6).all()
     for reservation in open_requests:
         ledger.ended(reservation, now_s)
         ledger.ended(reservation, now_s)
     for column in (ledger.pending, ledger.pending_work, ledger.pending_tokens, ledger.bucket):
-        assert not column.any()
+        assert not any(column)
+
+
+_EVENTS = st.sampled_from(["placed", "first token", "ended", "timed", "restarted", "other profile"])
+
+
+@given(st.lists(st.tuples(_EVENTS, st.integers(0, 20), st.integers(0, 50_000), st.floats(0, 3)), max_size=40))
+def test_what_policies_read_follows_from_the_accounts(events: list[tuple[str, int, int, float]]) -> None:
+    """After whatever happened: the bucket less what has leaked since, at most what is pending, in seconds."""
+    ledger, running, now_s = Ledger(_PROFILE), [Reservation(0, 1, 1, 1)], 1_000.0
+    for what, slot, tokens, passed_s in events:
+        now_s += passed_s
+        if what == "placed":
+            running.append(_placed(ledger, slot, tokens, now_s))
+        elif what == "first token":
+            ledger.first_token(running[slot % len(running)], now_s)
+        elif what == "ended":
+            ledger.ended(running[slot % len(running)], now_s)
+        elif what == "timed":
+            ledger.timed(running[slot % len(running)], passed_s)
+        elif what == "restarted":
+            ledger.forget(slot)
+        else:
+            ledger.profile = replace(_PROFILE, prefill_tokens_per_s=tokens + 1.0)
+    rates, waits_s = ledger.prefill(np.arange(21), now_s)
+    for slot in range(21):
+        prior = ledger.profile.prefill_tokens_per_s
+        rate = (ledger.rate_work[slot] + 2 * prior) / (ledger.rate_time_s[slot] + 2)
+        left = ledger.bucket[slot] - rate * (now_s - ledger.bucket_at_s[slot])
+        assert rates[slot] == pytest.approx(rate)
+        assert waits_s[slot] == pytest.approx(min(max(left, 0.0), ledger.pending_work[slot]) / rate, abs=1e-9)
+    assert ledger.rate(np.arange(21)).tolist() == rates.tolist()
+    assert ledger.backlog(np.arange(21), now_s) == pytest.approx(rates * waits_s)

@@ -101,7 +101,8 @@ def test_the_faster_endpoint_has_more_headroom(view_of: Views) -> None:
     """Twice the learned rate, twice the headroom, until its backlog is the longer one."""
     view = view_of()
     prior = view.ledger.profile.prefill_tokens_per_s
-    view.ledger.rate_work[0], view.ledger.rate_time_s[0] = 2e3 * prior, 1e3
+    for _ in range(20):
+        view.ledger.timed(Reservation(0, 1, 0, 0, work=2_000 * prior), 1_000.0)
     scores = throughput_headroom(view, Windows())
     assert scores.tolist() == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.01)
     view.ledger.committed(Reservation(0, 1, 200_000, 200_000), 0.0)
