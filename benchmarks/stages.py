@@ -26,7 +26,7 @@ from extproc.reply import Pending, Route
 from extproc.request.apis import BY_PATH
 from extproc.request.blocks import block_hashes, block_tokens
 from extproc.request.parsing import Parsed, parse_body, to_request
-from extproc.wire.messages import Phase, read, render
+from extproc.wire.messages import Phase, read, render_route
 from policies.placement.placement import Unplaceable
 from policies.types import InferenceRequest
 
@@ -103,7 +103,7 @@ class Steps:
             "match": lambda: placement.index.match(request.block_hashes, request.block_tokens, members),
             "choose": lambda: placement.choose(request, scene.state, now_s, scene.rng, length=3),
             "book, give back": commit,
-            "render": lambda: render(route, Phase.REQUEST_BODY, body, "0" * 32),
+            "render": lambda: render_route(route, Phase.REQUEST_BODY, body),
             **({"decide": self.decide, "whole request": scene.request} if self._at_once() else {}),
         }
 

@@ -301,20 +301,21 @@ class Flights:
         if stage is Stage.RELEASED:
             return
         flight.stage = Stage.RELEASED
-        flight.ended_at_s = self._clock()
+        flight.ended_at_s = now_s = self._clock()
         self.ended += 1
         if flight.wait is not None:
             flight.wait.leave()
         if flight.charge is not None:
             flight.charge.ended()
         if flight.visit is not None:
-            flight.visit.ended(flight.ended_at_s)
+            flight.visit.ended(now_s)
         if flight.key_hold is not None:
-            flight.key_hold.ended(flight.ended_at_s) if stage is Stage.RESERVED else flight.key_hold.free()
-        if stage is Stage.RESERVED and flight.reservation is not None:
-            self._state.release(flight.reservation)
+            flight.key_hold.ended(now_s) if stage is Stage.RESERVED else flight.key_hold.free()
+        reservation = flight.reservation
+        if stage is Stage.RESERVED and reservation is not None:
+            self._state.release(reservation)
             if flight.placement is not None:
-                flight.placement.ended(flight.reservation, flight.ended_at_s)
+                flight.placement.ended(reservation, now_s)
             flight.request = None  # needed only for a move, and nothing moves any more
             del self._reserved[flight.request_id]
             self._events.released(flight)

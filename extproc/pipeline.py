@@ -26,7 +26,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.flight import Flight, Flights, Stage
 from extproc.guard import Guard
 from extproc.idempotency import Idempotency
-from extproc.names import FORGED_HEADERS, RETRY_AFTER_S
+from extproc.names import FORGED_HEADERS, IDEMPOTENCY_HEADER, RETRY_AFTER_S
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
 from extproc.observe.request_log import RequestLog
 from extproc.precise import Found, Matcher
@@ -39,6 +39,7 @@ from extproc.request.apis import (
     OTHER,
     Api,
     ModelIn,
+    api_of,
     by_path,
     canonical,
     guess,
@@ -260,7 +261,7 @@ class Pipeline:
         if flight.subset is not None:
             request.subset = _both(flight.subset, request.subset)
         request.tenant = incoming.tenant
-        objection = self._broken(plan) or self._forbidden(plan, found) or self._asked_before(flight, headers, body)
+        objection = self._objection(plan, flight, incoming, found)
         if objection is not None:
             return replace(objection, asked_model=request.asked_model)
         if found is not None:
@@ -323,22 +324,29 @@ class Pipeline:
         What one config finds right it does not look at again when the body has come; only we may be too busy by then.
         """
         if flight.judged_by is generation:
-            return self._too_busy() if flight.api is None or flight.api.model_in is not ModelIn.NOWHERE else None
-        turned_away = self._let_in(flight, headers)
-        if turned_away is not None:
-            return turned_away
-        path = path_of(headers)
-        api = flight.api = by_path(path)
-        refusal = None if without_path(headers) else _judge_path(generation, headers, path, api)
+            return self._too_busy(flight.api)
+        if self.guard is not None or self.gate is not None:
+            turned_away = self._let_in(flight, headers)
+            if turned_away is not None:
+                return turned_away
+        api = flight.api = api_of(headers)
+        refusal = None
+        if api is None or headers.get(":method", "") not in api.methods:
+            refusal = _judge_path(generation, headers, api)
+        if refusal is None:
+            refusal = self._too_busy(api)
         if refusal is None and (api is None or api.model_in is not ModelIn.NOWHERE):
-            refusal = self._too_busy() or _judge_content(generation, headers, api)
+            refusal = _judge_content(generation, headers, api)
         flight.judged_by = generation if refusal is None else None
         return refusal
 
-    def _too_busy(self) -> Refusal | None:
-        if self.draining:
-            return _SHUTTING_DOWN
-        return _too_many_requests() if self._flights.full else None
+    def _too_busy(self, api: Api | None) -> Refusal | None:
+        """The refusal of all that takes a place."""
+        if not self.draining and not self._flights.full:
+            return None
+        if api is not None and api.model_in is ModelIn.NOWHERE:
+            return None
+        return _SHUTTING_DOWN if self.draining else _too_many_requests()
 
     def _place(self, asked: Asked, began: float) -> Reply | Pending | Refusal:
         """Choose and commit, with nothing in between; or wait for a place."""
@@ -489,13 +497,15 @@ class Pipeline:
         if self._quotas is not None and flight.stage is not Stage.RESERVED:
             self._quotas.refund(flight)
 
-    def _forbidden(self, plan: Plan, found: Found | None) -> Refusal | None:
-        """The guard's refusal; it has looked already where the engines were asked what they hold."""
-        return None if self.guard is None or found is not None else self.guard.judge(plan.request)
-
-    def _asked_before(self, flight: Flight, headers: Mapping[str, str], body: bytes) -> Refusal | None:
-        """The refusal of a request that is under way or answered already; else it holds its key from here on."""
-        return None if self._idempotency is None else self._idempotency.hold(flight, headers, body)
+    def _objection(self, plan: Plan, flight: Flight, incoming: Incoming, found: Found | None) -> Refusal | None:
+        """Why a request that could be read may not go on; else it holds its key, if it has one, from here on."""
+        objection = None if self._breaking is None else self._broken(plan)
+        # the guard has looked already where the engines were asked what they hold
+        if objection is None and self.guard is not None and found is None:
+            objection = self.guard.judge(plan.request)
+        if objection is None and self._idempotency is not None and IDEMPOTENCY_HEADER in incoming.headers:
+            objection = self._idempotency.hold(flight, incoming.headers, incoming.body)
+        return objection
 
     def _broken(self, plan: Plan) -> Refusal | None:
         """The refusal of a request to a model of which too many have failed."""
@@ -623,8 +633,7 @@ _LONGEST_LENGTH = 15
 """Digits of a content-length that is read; a longer one is simply too much."""
 
 
-def _declared_bytes(headers: Mapping[str, str]) -> float:
-    length = headers.get("content-length", "0")
+def _declared_bytes(length: str) -> float:
     if not length.isascii() or not length.isdecimal():
         return 0
     return int(length) if len(length) <= _LONGEST_LENGTH else math.inf
@@ -639,10 +648,13 @@ def _reads_slowly(headers: Mapping[str, str], body: bytes) -> bool:
     return encoding_of(headers) in SUPPORTED and inflates_beyond(body, _INFLATED_AT_ONCE_BYTES)
 
 
-def _judge_path(generation: Generation, headers: Mapping[str, str], path: str, api: Api | None) -> Refusal | None:
+def _judge_path(generation: Generation, headers: Mapping[str, str], api: Api | None) -> Refusal | None:
+    """A path that is none of ours, or not with this method."""
+    if without_path(headers):
+        return None
+    path = path_of(headers)
     if api is not None:
-        method = headers.get(":method", "")
-        return None if method in api.methods else _method_not_allowed(method, path)
+        return _method_not_allowed(headers.get(":method", ""), path)
     meant = canonical(path)
     if is_engine_admin(meant) and not generation.config.routing.allow_engine_admin:
         return _engine_admin(path)
@@ -651,7 +663,8 @@ def _judge_path(generation: Generation, headers: Mapping[str, str], path: str, a
 
 def _judge_content(generation: Generation, headers: Mapping[str, str], api: Api | None) -> Refusal | None:
     """Bodies that cannot be read, by what their headers say of them."""
-    if _declared_bytes(headers) > generation.largest_body_bytes:
+    length = headers.get("content-length")
+    if length is not None and _declared_bytes(length) > generation.largest_body_bytes:
         return too_large(generation)
     if api is None:
         return None

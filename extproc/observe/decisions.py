@@ -6,7 +6,7 @@ safe in another thread than the one that adds: a decision never changes, and the
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import accumulate
@@ -49,17 +49,14 @@ class DecisionLog:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._records: deque[Record] = deque(maxlen=capacity)
+        self._capacity = capacity
+        self._records: OrderedDict[str, Record] = OrderedDict()
         self._refusals: deque[tuple[float, str, str, str | None, Refusal]] = deque(maxlen=capacity)
-        self._by_id: dict[str, Record] = {}
 
     def add(self, time_s: float, request_id: str, request: InferenceRequest, decision: Decision) -> None:
         """Keep one decision. The request's prompt is not kept."""
-        if not self._records.maxlen:
-            return
-        if len(self._records) == self._records.maxlen:
-            self._by_id.pop(self._records[0].request_id, None)
-        record = Record(
+        records = self._records
+        records[request_id] = Record(
             time_s,
             request_id,
             request.kind,
@@ -71,8 +68,8 @@ class DecisionLog:
             request.class_name,
             decision,
         )
-        self._records.append(record)
-        self._by_id[request_id] = record
+        if len(records) > self._capacity:
+            records.popitem(last=False)
 
     def add_refusal(
         self, time_s: float, request_id: str, path: str, refusal: Refusal, tenant: str | None = None
@@ -92,7 +89,7 @@ class DecisionLog:
         self, request_id: str, served_by: str | None, outcome: str, completion: Completion | None = None
     ) -> None:
         """Note how a request went, if its record is still here."""
-        record = self._by_id.get(request_id)
+        record = self._records.get(request_id)
         if record is not None:
             record.served_by, record.outcome, record.completion = served_by, outcome, completion
 
@@ -103,9 +100,9 @@ class DecisionLog:
         left out of a decision stands in its `rows_left_out`.
         """
         if request_id is not None:
-            record = self._by_id.get(request_id)
+            record = self._records.get(request_id)
             return [_explain_record(record, whole=True)] if record else []
-        newest = list(self._records)[-limit:] if limit > 0 else []
+        newest = list(self._records.values())[-limit:] if limit > 0 else []
         rows = accumulate(_rows(record.decision) for record in reversed(newest))
         return [_explain_record(r, whole=count <= _MOST_ROWS) for r, count in zip(reversed(newest), rows, strict=True)]
 

@@ -104,6 +104,12 @@ def by_path(path: str) -> Api | None:
     return BY_PATH.get(path) or BY_PATH.get(_RESPONSE_ID.sub("{id}", path))
 
 
+def api_of(headers: Mapping[str, str]) -> Api | None:
+    """The API that a request calls, if it is one of ours."""
+    path = headers.get(":path", "")
+    return BY_PATH.get(path) or by_path(path.partition("?")[0])
+
+
 def response_id(path: str) -> str:
     """The answer that a path asks for; empty if none."""
     found = _RESPONSE_ID.search(path)

@@ -21,7 +21,7 @@ from extproc.request.blocks import block_hashes, block_tokens, seed_of
 from extproc.request.bounds import Bounds
 from extproc.request.splice import Splice, insert_field, locate
 from extproc.request.steps import Steps
-from extproc.request.tokens import Span, TokenRates, image_spans, prompt_token_steps, prompt_tokens
+from extproc.request.tokens import Span, TokenRates, estimate_tokens, image_spans, prompt_token_steps, prompt_tokens
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
@@ -211,8 +211,10 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
 
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
     """The request as the policies see it; `model` is the name the engines serve, aliases resolved."""
-    images = image_spans(parsed.prompt)
-    return _request(parsed, model, rates, images, prompt_tokens(parsed.prompt, images, rates), session_key)
+    prompt = parsed.prompt
+    images = image_spans(prompt)
+    tokens = prompt_tokens(prompt, images, rates) if images else estimate_tokens(prompt, rates)
+    return _request(parsed, model, rates, images, tokens, session_key)
 
 
 def request_steps(

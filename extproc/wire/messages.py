@@ -36,7 +36,7 @@ from extproc.names import (
     SUBSET_NAMESPACE,
     USAGE_NAMESPACE,
 )
-from extproc.reply import Answer, Reply, Route
+from extproc.reply import Answer, Route
 from extproc.request.splice import apply
 
 
@@ -297,15 +297,11 @@ def _streamed(name: str, body: bytes, end_of_stream: bool) -> bytes:  # noqa: FB
     return bytes(response.SerializeToString())
 
 
-def render(reply: Reply, phase: Phase, body: bytes, request_id: str) -> bytes:
-    """Encode the answer to a REQUEST_HEADERS or REQUEST_BODY message; `body` is what the splices edit."""
-    if isinstance(reply, Answer):
-        return _render_answer(reply, request_id)
-    return _render_route(reply, phase, body)
+def render_route(route: Route, phase: Phase, body: bytes) -> bytes:
+    """Encode a route as the answer to a REQUEST_HEADERS or REQUEST_BODY message; `body` is what its splices edit.
 
-
-def _render_route(route: Route, phase: Phase, body: bytes) -> bytes:
-    """The parts one after the other: protobuf reads messages written in a row as one, lists and maps joined."""
+    The parts one after the other: protobuf reads messages written in a row as one, lists and maps joined.
+    """
     first, all_of_them = route.addresses[0].encode(), ",".join(route.addresses).encode()
     begin, to_header, to_first, to_metadata, end = _places_template(phase, len(first), len(all_of_them))
     terms = _terms_part(phase, route.cluster, route.headers, route.model, route.remove_headers)
@@ -410,7 +406,8 @@ def _set_header(common: ext_proc.CommonResponse, name: str, value: str) -> None:
 _OVERWRITE = ext_proc.HeaderMutation().set_headers.add().OVERWRITE_IF_EXISTS_OR_ADD
 
 
-def _render_answer(answer: Answer, request_id: str) -> bytes:
+def render_answer(answer: Answer, request_id: str) -> bytes:
+    """Encode an answer of our own, to whichever message."""
     response = ext_proc.ProcessingResponse()
     immediate = response.immediate_response
     immediate.status.code = answer.status

@@ -37,7 +37,8 @@ from extproc.wire.messages import (
     echo_request,
     echo_response,
     read,
-    render,
+    render_answer,
+    render_route,
     render_streamed_route,
 )
 from policies.types import Reason, Refusal
@@ -179,7 +180,10 @@ class Exchange(msgspec.Struct, eq=False):
             return [*echo_request(message.body, end_of_stream=message.end_of_stream)]
         if self.turn is not Turn.BODY:
             raise Malformed("a request body came before the headers or after the decision")
-        self._collect(message.body)
+        if self._body:
+            self._collect(message.body)
+        else:
+            self._body = message.body
         self._end_of_stream = message.end_of_stream
         # A body beyond the limit is decided at once, which refuses it: nothing may make us hold more.
         whole = message.end_of_stream or self.manner is Manner.BUFFERED
@@ -189,9 +193,6 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _collect(self, piece: bytes) -> None:
         """One buffer, not a list of pieces: a body of a byte each would take many times its size in objects."""
-        if not self._body:
-            self._body = piece
-            return
         if isinstance(self._body, bytes):
             self._body = bytearray(self._body)
         self._body += piece
@@ -236,11 +237,11 @@ class Exchange(msgspec.Struct, eq=False):
         self._headers, self._body = {}, b""
         if isinstance(reply, Answer):
             self.turn = Turn.ANSWERED
-            return [render(reply, phase, body, self._flight.request_id)]
+            return [render_answer(reply, self._flight.request_id)]
         self.turn = Turn.ROUTED
         route = reply.for_one_address_callers() if self._one_address else reply
         if self.manner is Manner.BUFFERED:
-            return [render(route, phase, body, self._flight.request_id)]
+            return [render_route(route, phase, body)]
         return self._answer_streamed(route, phase, body)
 
     def _answer_streamed(self, route: Route, phase: Phase, body: bytes) -> list[bytes]:

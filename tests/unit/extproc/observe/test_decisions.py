@@ -106,7 +106,7 @@ def test_the_ring_keeps_the_newest() -> None:
     log = filled(3, 10)
     assert [record["request_id"] for record in log.read(99)] == ["id-9", "id-8", "id-7"]
     assert [record["request_id"] for record in log.read(2)] == ["id-9", "id-8"]
-    assert len(log._by_id) == 3
+    assert len(log._records) == 3
 
 
 def test_an_answer_is_bounded_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_log_of_nothing_keeps_nothing() -> None:
     log.finish("id-4", None, "ok")
     assert log.read(5) == []
     assert log.read(5, "id-4") == []
-    assert log._by_id == {}
+    assert not log._records
 
 
 def test_refusals_have_a_ring_of_their_own() -> None:

@@ -27,7 +27,8 @@ from extproc.wire.messages import (
     accept,
     read,
     read_access_log,
-    render,
+    render_answer,
+    render_route,
     render_streamed_route,
 )
 
@@ -243,7 +244,7 @@ def test_the_answer_to_headers_carries_the_request_id() -> None:
 )
 def test_a_route_says_where_to_in_headers_and_metadata(phase: Phase, field: str) -> None:
     """Cluster, the list, its first endpoint, our id, the retry headers; and the route is looked up again."""
-    reply = answered(render(ROUTE, phase, b"{}", ID))
+    reply = answered(render_route(ROUTE, phase, b"{}"))
     assert reply.WhichOneof("response") == field
     common = getattr(reply, field).response
     assert set_headers(common) == {
@@ -262,7 +263,7 @@ def test_a_route_says_where_to_in_headers_and_metadata(phase: Phase, field: str)
 
 def test_an_unedited_body_is_not_sent_back() -> None:
     """Nor its length: Envoy keeps the bytes it has."""
-    common = answered(render(ROUTE, Phase.REQUEST_BODY, b"x" * 1_000, ID)).request_body.response
+    common = answered(render_route(ROUTE, Phase.REQUEST_BODY, b"x" * 1_000)).request_body.response
     assert not common.HasField("body_mutation")
     assert "content-length" not in set_headers(common)
 
@@ -270,7 +271,7 @@ def test_an_unedited_body_is_not_sent_back() -> None:
 def test_an_edited_body_comes_with_its_exact_length() -> None:
     """In bytes, not characters."""
     route = Route("c", ("10.0.0.1:80",), ID, "m", splices=(Splice(1, 2, "模型".encode()),))
-    common = answered(render(route, Phase.REQUEST_BODY, b"abc", ID)).request_body.response
+    common = answered(render_route(route, Phase.REQUEST_BODY, b"abc")).request_body.response
     assert common.body_mutation.body == "a模型c".encode()
     assert set_headers(common)["content-length"] == "8"
 
@@ -278,7 +279,7 @@ def test_an_edited_body_comes_with_its_exact_length() -> None:
 def test_headers_that_are_no_longer_true_are_taken_away() -> None:
     """In both manners of answering."""
     route = replace(ROUTE, remove_headers=("content-encoding",))
-    buffered = answered(render(route, Phase.REQUEST_BODY, b"abc", ID)).request_body.response
+    buffered = answered(render_route(route, Phase.REQUEST_BODY, b"abc")).request_body.response
     streamed = answered(render_streamed_route(route, b"abc", end_of_stream=True)[0]).request_headers.response
     for common in (buffered, streamed):
         assert list(common.header_mutation.remove_headers) == ["content-encoding"]
@@ -287,8 +288,8 @@ def test_headers_that_are_no_longer_true_are_taken_away() -> None:
 def test_routes_to_one_place_do_not_leak_into_each_other() -> None:
     """The shared template carries neither the last request's id nor its body."""
     edited = Route("c", ("10.0.0.1:80",), "1" * 24, "m", splices=(Splice(0, 1, b"secret"),))
-    render(edited, Phase.REQUEST_BODY, b"abc", ID)
-    plain = answered(render(Route("c", ("10.0.0.1:80",), "2" * 24, "m"), Phase.REQUEST_BODY, b"abc", ID))
+    render_route(edited, Phase.REQUEST_BODY, b"abc")
+    plain = answered(render_route(Route("c", ("10.0.0.1:80",), "2" * 24, "m"), Phase.REQUEST_BODY, b"abc"))
     common = plain.request_body.response
     assert not common.HasField("body_mutation")
     assert set_headers(common)["x-pointsman-request-id"] == "2" * 24
@@ -297,7 +298,7 @@ def test_routes_to_one_place_do_not_leak_into_each_other() -> None:
 def test_an_answer_ends_the_request() -> None:
     """Status, body, headers with our request id; its reason in Envoy's details."""
     answer = Answer(429, b"{}", (("content-type", "application/json"), ("retry-after", "1")), "too_many_requests")
-    reply = answered(render(answer, Phase.REQUEST_BODY, b"", ID))
+    reply = answered(render_answer(answer, ID))
     immediate = reply.immediate_response
     assert reply.WhichOneof("response") == "immediate_response"
     assert (immediate.status.code, immediate.body) == (429, b"{}")
