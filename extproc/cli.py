@@ -110,7 +110,7 @@ def serve(
     configure_logging(loaded.observe.log.level, loaded.observe.log.format)
     if faults:
         log.error("the config file is not valid: started with the last good one", faults=faults)
-    raise_file_limit()
+    raise_file_limit(warn=last_good is None)  # else `up` has warned
     try:
         uvloop.run(_serve(loaded, config.resolve(), last_good, lane))
     except (PortTaken, BadCertificate, OSError) as error:

@@ -32,7 +32,7 @@ import aiohttp
 import structlog
 
 from extproc.config.schema import Config
-from extproc.config.sections.listen import LONGEST_LANE, fits_a_socket
+from extproc.config.sections.listen import fits_a_socket
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +45,7 @@ ALLOCATOR = {
 }
 _SETTLED_S = 5.0
 """A child that ran this long had started properly; its next fall is not a failed start."""
+_LANE = "lane"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
 _KILL_AFTER_S = 10.0
 _NOT_STARTED = 126
@@ -74,7 +75,7 @@ def find_envoy() -> str:
     )
 
 
-def raise_file_limit() -> int:
+def raise_file_limit(*, warn: bool = True) -> int:
     """Raise the limits on open files as far as we may; returns it, and says what to do where it is low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < _WANTED_FILES:
@@ -82,7 +83,7 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (_WANTED_FILES, _WANTED_FILES))
             return _WANTED_FILES
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < _WANTED_FILES:
+    if warn and hard < _WANTED_FILES:
         what_to_do = "raise the hard limit: LimitNOFILE= in systemd, --ulimit nofile= in Docker, ulimit -Hn in a shell"
         log.warning("few file descriptors", limit=hard, streams=hard // 2, wanted=_WANTED_FILES, what_to_do=what_to_do)
     return hard
@@ -95,7 +96,7 @@ class RunFolder:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"pointsman-{os.getpid()}-"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"pointsman-{os.getpid()}-", dir=_parent()))
         self._lock = _lock(self.path)
 
     def remove(self) -> None:
@@ -104,6 +105,13 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _parent() -> Path:
+    """The system's folder for temporary files; /tmp where that is so deep that no socket below it has an address."""
+    usual = Path(tempfile.gettempdir())
+    fits = fits_a_socket(usual / "pointsman-4194304-12345678" / _LANE)
+    return usual if fits else Path("/tmp")  # noqa: S108 - what is made there is private
 
 
 def _lock(folder: Path) -> int | None:
@@ -131,7 +139,7 @@ def write_last_good(file: Path, config: Config) -> None:
 
 def remove_stale_folders() -> None:
     """Remove the run folders of launchers of this user that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("pointsman-*-*"):
+    for folder in _parent().glob("pointsman-*-*"):
         with contextlib.suppress(OSError):  # another launcher may be at it too
             _remove_if_stale(folder)
 
@@ -156,16 +164,6 @@ def _lives(pid: int) -> bool:
     except OSError as error:  # not permitted: it is there, and somebody else's
         return not isinstance(error, ProcessLookupError)
     return True
-
-
-def _lane_for(config: Config, folder: Path) -> Path | None:
-    """`folder` for a lane that the config leaves to us. None if it says itself, or if the path is too long."""
-    if config.listen.lane is not None:
-        return None
-    if not fits_a_socket(folder):
-        log.warning("no lane: Envoy comes by gRPC, which costs more", folder=str(folder), longest=LONGEST_LANE)
-        return None
-    return folder
 
 
 def _with_lane(config: Config, folder: Path) -> Config:
@@ -253,7 +251,7 @@ class Launcher:
         write_last_good(last_good, config)
         # -P: else a file in the operator's folder that is named like a module of ours would be imported in its place
         serve = [sys.executable, "-P", "-m", "extproc.cli", "serve", str(config_path), "--last-good", str(last_good)]
-        self._lane = _lane_for(config, self._run / "lane")
+        self._lane = self._run / _LANE if config.listen.lane is None else None
         serve += [] if self._lane is None else ["--lane", str(self._lane)]
         workers = ["--concurrency", str(concurrency)] if concurrency else []
         # `misc` warns of every message its authors have not declared stable; that choice is ours and made.

@@ -16,7 +16,7 @@ LONGEST_LANE = 80
 
 def fits_a_socket(folder: Path) -> bool:
     """Whether a socket of the lane in `folder` has an address that can be bound."""
-    return len(os.fsencode(folder.absolute())) <= LONGEST_LANE
+    return len(os.fsencode(folder)) <= LONGEST_LANE
 
 
 class Tls(Model):
@@ -63,6 +63,8 @@ class Listen(Model):
     @field_validator("lane")
     @classmethod
     def _fits_a_socket(cls, value: Path | Literal[False] | None) -> Path | Literal[False] | None:
+        if isinstance(value, Path) and not value.is_absolute():
+            raise ValueError("an absolute path, please: Envoy opens its sockets as well, from a folder of its own")
         if isinstance(value, Path) and not fits_a_socket(value):
             raise ValueError(f"a Unix socket's path must be short: {LONGEST_LANE} bytes for the folder")
         return value

@@ -24,6 +24,7 @@ POOL = "pools: [{name: p, models: [m], endpoints: {static: ['10.0.0.1:80']}}]"
         ("listen: {grpc_from_envoy: 'pointsman:0'}", "port outside"),
         ("listen: {grpc_from_envoy: '10.0.0:9004'}", "not IP:port"),
         ("listen: {lane: /" + "d" * 80 + "}", "path must be short"),
+        ("listen: {lane: run/lane}", "absolute path"),
         ("listen: {lane: on}", "Input should be False"),
         ("routing: {paths: [{prefix: /a, pool: p, headers: {authorization: x}}]}", "should match pattern"),
         ("routing: {paths: [{prefix: /a, pool: p, headers: {x-pointsman-cluster: x}}]}", "removed from what clients"),
