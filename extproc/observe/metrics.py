@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,6 +53,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # CPU, memory, descriptors; only on Linux
         self._label_names: dict[Counter | Gauge | Histogram, tuple[str, ...]] = {}
         self._children: dict[_Child, Counter | Gauge | Histogram] = {}
         self._plain: list[Counts | TimesByLabel] = []

@@ -197,7 +197,7 @@ def _name(family: Metric) -> str:
 
 def test_every_metric_is_documented() -> None:
     """Each name that the page of a running system may show has its row."""
-    documented = set(re.findall(r"^\| `(pointsman_\w+)` \|", METRICS, re.MULTILINE))
+    documented = set(re.findall(r"^\| `((?:pointsman|process)_\w+)` \|", METRICS, re.MULTILINE))
     assert documented == {_name(family) for family in _families()}
 
 
@@ -205,7 +205,8 @@ def test_every_metric_is_documented() -> None:
 def test_no_page_names_a_metric_that_does_not_exist(page: Path) -> None:
     """Dashboards and alerts are copied from these pages."""
     known = {_name(family) for family in _families()} | {PORT_GAUGE}  # our plugin's, on the engine's page
-    assert set(re.findall(r"\bpointsman_\w+", page.read_text(encoding="utf-8"))) - {"pointsman_grpc"} <= known
+    named = set(re.findall(r"\b(?:pointsman|process)_\w+", page.read_text(encoding="utf-8"))) - {"pointsman_grpc"}
+    assert {name.removesuffix("_bucket") for name in named} <= known
 
 
 # -- README.md and links
