@@ -1,4 +1,9 @@
-"""A system over light engines, and what its processes cost, for the benches of streams and of soaking."""
+"""A system over light engines, and what its processes cost, for the benches of streams and of soaking.
+
+The engines are one process of ours on bare asyncio (light_engine.py). Rejected: `pointsman sim`, which models an
+engine's steps and takes a core for a few hundred streams; and wire_rig.py's Envoy that answers by itself, which cannot
+stream slowly. Not here: the four ways that are compared request by request (wire_rig.py).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ def pids(system: System) -> dict[str, int]:
 
 def prepare() -> int:
     """Be ready to start others: with as many descriptors as allowed, which is returned, and ending them if we end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop before the end"))  # through every `finally`
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -100,6 +100,8 @@ class Soak:
             await asyncio.sleep(_DISTURB_EVERY_S)
             await kinds[number % len(kinds)]()
             number += 1
+            if number % 10 == 0:
+                typer.echo(f"after {number * _DISTURB_EVERY_S / 60:.0f} minutes: {sum(self.answers.values())} requests")
 
     async def _churn(self) -> None:
         """Other endpoints than before: always one less than there are."""
@@ -192,12 +194,14 @@ def growth(samples: list[tuple[float, float]]) -> tuple[float, float, float]:
 def report(soak: Soak, minutes: float) -> bool:
     """Everything found; whether it is as it should be."""
     good = True
+    typer.echo(f"{sum(soak.answers.values())} requests, by kind and what became of them (`left`: as it was to be)")
     for name, count in sorted(soak.answers.items()):
         typer.echo(f"{count:8} {name}")
     typer.echo(f"disturbances: {dict(soak.done)}")
     for name, samples in soak.memory.items():
         begin, end, per_minute = growth(samples)
-        typer.echo(f"{name:10} {begin:6.1f} -> {end:6.1f} MB, {per_minute:+.2f} MB per minute after warm-up")
+        judged = "" if minutes >= _JUDGED_FROM_MINUTES else f"; not judged below {_JUDGED_FROM_MINUTES} minutes"
+        typer.echo(f"{name:10} {begin:6.1f} -> {end:6.1f} MB, {per_minute:+.2f} MB per minute after warm-up{judged}")
         grew = end > (1 + _MOST_GROWTH) * begin
         good = good and not (name == "decision" and minutes >= _JUDGED_FROM_MINUTES and grew)
     counts = lost(soak.system)
@@ -206,13 +210,14 @@ def report(soak: Soak, minutes: float) -> bool:
     missing = soak.system.total("pointsman_access_log_missing_total")
     typer.echo(f"access-log entries: {entries}, never came for {missing:.0f} requests (counted as outcome unknown)")
     unexplained = soak.unexplained()
-    typer.echo(f"failed while no engine was dead: {dict(unexplained) or 'none'}")
+    typer.echo(f"failed while nothing was dead or coming back: {dict(unexplained) or 'none'}")
     return good and not any(counts.values()) and not unexplained
 
 
 def main(minutes: float = 20.0, transport: str = "lane", seed: int = 1) -> None:
     """Start everything, run, judge."""
     prepare()
+    typer.echo(f"{minutes:g} minutes of mixed load by {transport}; every {_DISTURB_EVERY_S:.0f} s a disturbance")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ports = free_ports(8)

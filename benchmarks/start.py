@@ -61,7 +61,7 @@ def main(times: int = 7) -> None:
         _start(Path(name))
         found = [_start(Path(name)) for _ in range(times)]
     for ready_s, cpu_s in found:
-        typer.echo(f"ready after {ready_s:.2f} s, {cpu_s:.2f} s of CPU")
+        typer.echo(f"`serve` ready after {ready_s:.2f} s, {cpu_s:.2f} s of CPU")
     ready, cpu = (statistics.median(column) for column in zip(*found, strict=True))
     typer.echo(f"median {ready:.2f} s, {cpu:.2f} s of CPU; load {os.getloadavg()[0]:.1f}")
 

@@ -82,6 +82,7 @@ class _Process:
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self._log = log
+        self._name = f"pointsman {arguments[0]}"
         self._command = (sys.executable, "-P", "-m", "extproc.cli", *arguments)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -99,7 +100,7 @@ class _Process:
     def check(self) -> None:
         """Raise DidNotComeUp if it has ended."""
         if self._process is not None and self._process.returncode is not None:
-            raise DidNotComeUp(f"`pointsman {self._command[3]}` ended:\n{self.tail()}")
+            raise DidNotComeUp(f"`{self._name}` ended:\n{self.tail()}")
 
     def tail(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]

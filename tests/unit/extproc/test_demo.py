@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from extproc.demo.clients import play
 from extproc.demo.figures import LoadSamples, Outcome, Report, hit_rate, percentile, report, times_faster
+from extproc.demo.processes import DidNotComeUp, _Process
 from extproc.demo.run import Demo, describe, exit_code
 from extproc.demo.screen import DEFAULT_PLACE, Place, commands, progress, show_next_steps, show_reports
 from extproc.demo.workload import Session, Shape, Turn, ideal_hit_rate, plan
@@ -313,3 +315,19 @@ def test_a_missing_extra_is_said_with_what_to_install(missing: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == (f"the demo needs {missing}, which is not installed: pip install 'pointsman[demo]'")
+
+
+async def test_a_process_that_ends_is_named_as_its_command(tmp_path: Path) -> None:
+    """As the user would type it, with what it said last."""
+    process = _Process(tmp_path / "log", "sim", "--count", "0")
+    await process.start()
+    said = "`pointsman sim` ended:\n(?s:.*)--count"
+    with pytest.raises(DidNotComeUp, match=said):
+        await _until_ended(process)
+
+
+async def _until_ended(process: _Process) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            process.check()
+            await asyncio.sleep(0.02)
