@@ -197,8 +197,9 @@ class _Line(asyncio.Protocol):
     def __init__(self, take: Callable[[FromSenses], None]) -> None:
         self._take = take
         self._frames = Frames()
-        self._heard = asyncio.Event()
-        self._lost = False
+        self._now_s = asyncio.get_running_loop().time
+        self._heard_at_s = self._now_s()
+        self._over = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio.Protocol."""
@@ -206,7 +207,7 @@ class _Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """asyncio.Protocol."""
-        self._heard.set()
+        self._heard_at_s = self._now_s()
         for body in self._frames.feed(data):
             try:
                 self._take(from_senses(body))
@@ -215,12 +216,11 @@ class _Line(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio.Protocol
         """asyncio.Protocol."""
-        self._lost = True
-        self._heard.set()
+        self._over.set()
 
     def send(self, order: ToSenses) -> None:
         """Send it, or keep it until it can be sent."""
-        if not self._lost:
+        if not self._over.is_set():
             self._transport.write(encode(order))
 
     def close(self) -> None:
@@ -229,19 +229,20 @@ class _Line(asyncio.Protocol):
 
     async def until_silent(self) -> None:
         """Until the other end hangs up, or says nothing for too long."""
-        while not self._lost:
-            self._heard.clear()
-            if not (await self._hears(_HANGS_AFTER_S) or await self._hears(_SECOND_LOOK_S)):
+        while not self._over.is_set():
+            left_s = self._heard_at_s + _HANGS_AFTER_S - self._now_s()
+            if not (await self._hears(left_s) or await self._hears(_SECOND_LOOK_S)):
                 log.error("senses are silent, killing them", silent_s=_HANGS_AFTER_S)
                 return
 
     async def _hears(self, patience_s: float) -> bool:
-        """Whether something came."""
+        """Whether anything came, or the end. Looked at afterwards: a task woken by each report costs as much as it."""
+        before_s = self._heard_at_s
         # not wait_for: in Python 3.11 it forgets that it was cancelled when what it waits for comes just then
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                await self._heard.wait()
-        return self._heard.is_set()
+                await self._over.wait()
+        return self._over.is_set() or self._heard_at_s != before_s
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,10 @@ _Parsed = TypeVar("_Parsed")
 _RETRY_S = 1.0
 """How soon a folder that cannot be watched (not there yet) is tried again."""
 
+_LOOK_MS = 100
+"""How often watchfiles' thread looks whether something has happened, for which it takes the interpreter's lock; a
+change is told of at the second look after it."""
+
 
 async def follow_file(file: Path, on_text: Callable[[str | None], None]) -> None:
     """Call `on_text` with the file's text now and whenever it has changed; None when it cannot be read."""
@@ -40,7 +44,10 @@ async def follow_parsed(
     while True:
         try:
             await _report_change(file, seen, parse, on_parsed)
-            async for _ in watchfiles.awatch(file.parent, recursive=False, debounce=50, step=20, yield_on_timeout=True):
+            changes = watchfiles.awatch(
+                file.parent, recursive=False, debounce=_LOOK_MS, step=_LOOK_MS, yield_on_timeout=True
+            )
+            async for _ in changes:
                 await _report_change(file, seen, parse, on_parsed)
         except (OSError, RuntimeError) as error:  # watchfiles' way to say that the folder is not there
             log.debug("cannot watch", folder=str(file.parent), error=str(error))
