@@ -7,14 +7,17 @@ named by the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
 from typing import TypeAlias
 
 import numpy as np
 
+from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.view import View
-from policies.types import Mask
+from policies.types import Filtered, InferenceRequest, Mask, Slots
 
 _READY, _WARMING, _DEGRADED = int(State.READY), int(State.WARMING), int(State.DEGRADED)
 """As numpy compares them: with members of an enum each comparison takes five times as long."""
@@ -29,16 +32,22 @@ def ready(view: View) -> Mask | None:
     all there is.
     """
     state, slots = view.state, view.slots
-    states = state.state[slots]
-    takes: Mask = (states == _READY) & state.routable[slots]
+    takes: Mask = (state.state[slots] == _READY) & state.routable[slots]
     if np.count_nonzero(takes) == len(takes):  # the usual case; it counts in a tenth of the time of all()
         return None
-    in_part = ((states == _WARMING) | (states == _DEGRADED)) & state.routable[slots]
+    in_part = _in_part(view)
     if not in_part.any():
         return takes
     drawn = np.array([view.rng.random() for _ in range(len(slots))])
     some: Mask = takes | (in_part & (drawn < state.traffic_share[slots]))
     return some if some.any() else in_part
+
+
+def _in_part(view: View) -> Mask:
+    """Takes a share of the requests."""
+    states = view.state.state[view.slots]
+    some: Mask = ((states == _WARMING) | (states == _DEGRADED)) & view.state.routable[view.slots]
+    return some
 
 
 def model(view: View) -> Mask:
@@ -81,9 +90,12 @@ def exceeds_context(view: View) -> bool:
 
 
 def busy(view: View) -> Mask | None:
-    """Has no more requests, ours and others', than an endpoint may have; where all have, the fleet's word decides."""
+    """Has no more requests, ours and others', than an endpoint may have; where all have, the fleet's word decides.
+
+    One that waits for room finds none too busy.
+    """
     state = view.state
-    if state.busy_above == np.inf:
+    if view.request.may_wait or state.busy_above == np.inf:
         return None
     free: Mask = view.in_flight + view.foreign <= state.busy_above
     return free if free.any() or state.refuses_when_busy else None
@@ -95,6 +107,89 @@ def zone(view: View) -> Mask | None:
         return None
     kept: Mask = ~view.state.avoided[view.slots]
     return kept if kept.any() else None
+
+
+STANDING: tuple[tuple[str, Filter], ...] = (("ready", ready), ("model", model))
+"""Filters that look at the fleet and the model alone; they come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Which endpoints of a pool may take requests for a model, as the fleet stands: None for all; and who may not.
+
+    `serving`: who listed the model when that was found. `window_tokens`: the smallest context window of those left.
+    """
+
+    serving: Mask
+    mask: Mask | None
+    filtered: Filtered
+    window_tokens: float
+
+    def suffices(self, request: InferenceRequest, state: FleetState) -> bool:
+        """No other filter has anything to say of such a request. To be kept true for whatever FILTERS has."""
+        return (
+            not request.excluded
+            and request.subset is None
+            and request.input_tokens <= self.window_tokens
+            and state.busy_above == inf
+            and not state.avoids_zones
+        )
+
+
+class Roll:
+    """The first two filters' verdicts on a pool, kept until something changes that they depend on.
+
+    They cost as much as all else that is done to choose, and change a few times a minute. What they depend on is
+    compared as a whole, a few kilobytes at most: it is written by many hands, and none of them has to tell.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[bytes, ...] = ()
+        self._slots: Slots | None = None
+        self._addresses: tuple[str | None, ...] = ()
+        self._by_model: dict[str, Standing] = {}
+        self._by_chance = False
+
+    def standing(self, view: View) -> Standing | None:
+        """By the view over the whole pool. None where chance is to decide each time, as for those that warm up."""
+        state, name = view.state, view.request.model
+        seen = state.state.tobytes(), state.routable.tobytes(), state.context_tokens.tobytes()
+        if view.slots is not self._slots or state.addresses is not self._addresses or seen != self._seen:
+            self._slots, self._addresses, self._seen = view.slots, state.addresses, seen
+            self._by_chance = bool(_in_part(view).any())
+            self._by_model.clear()
+        if self._by_chance:
+            return None
+        known = self._by_model.get(name)
+        if known is None or known.serving is not state.serving(name):
+            known = self._by_model[name] = _standing(view)
+        return known
+
+
+def _standing(view: View) -> Standing:
+    there, filtered = sift(view, STANDING)
+    mask = None if there is view else np.isin(view.slots, there.slots)
+    window = view.state.context_tokens[there.slots].min(initial=np.inf)
+    return Standing(view.state.serving(view.request.model), mask, filtered, float(window))
+
+
+def sift(view: View, filters: Iterable[tuple[str, Filter]], filtered: Filtered = ()) -> tuple[View, Filtered]:
+    """The view over those that all filters keep, and who was left out by which, added to `filtered`."""
+    for name, keep in filters:
+        if not len(view.slots):
+            break
+        mask = keep(view)
+        if mask is None or np.count_nonzero(mask) == len(mask):
+            continue
+        filtered = (*filtered, *named(name, view.take(~mask)))
+        view = view.take(mask)
+    return view, filtered
+
+
+def named(name: str, removed: View) -> Filtered:
+    """What an explanation says of those that a filter removed; nothing if there are none."""
+    addresses = removed.state.addresses
+    return ((name, tuple([str(addresses[slot]) for slot in removed.slots])),) if len(removed.slots) else ()
 
 
 FILTERS: dict[str, Filter] = {

@@ -147,7 +147,7 @@ class MarginalCost:
             terms["eviction"] = self._eviction(view, uncached, room, rate)
         most_held = _greatest(held) + 0.5 * answer_tokens * _greatest(running) + prompt_tokens + answer_tokens
         capacity = view.kv_capacity
-        if most_held > capacity.item(capacity.argmin()) or _greatest(running) >= profile.max_num_seqs:
+        if most_held > capacity.item(capacity.argmin()) or _greatest(running) > profile.max_num_seqs - 1:
             terms["overflow"] = self._overflow(view, asks.prompt_tokens + answer, answer, running, held)
         return terms
 

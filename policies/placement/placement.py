@@ -18,7 +18,7 @@ import numpy as np
 from policies.admission.class_use import ClassUse
 from policies.fleet_state import FleetState
 from policies.placement.calibration import Calibration
-from policies.placement.filters import FILTERS, Filter, busy, exceeds_context, ready
+from policies.placement.filters import FILTERS, STANDING, Filter, Roll, exceeds_context, named, ready, sift
 from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy, Pricing
 from policies.placement.prefix_index import PrefixIndex
@@ -63,6 +63,7 @@ class Placement:
         self.calibration = Calibration(index)
         self.class_use = ClassUse()
         self.members = np.empty(0, np.intp)
+        self._roll = Roll()
         self.index_tokens: int | None = None
         self._own_blocks = count(-1, -1)  # no hash is negative
         self._for_some: dict[str, tuple[Policy, _Filters]] = {}
@@ -130,7 +131,7 @@ class Placement:
         crowded = None
         if room is not None:
             view, crowded = view.take(room[view.slots]), view.take(~room[view.slots])
-            filtered = (*filtered, *_named("room", crowded))
+            filtered = (*filtered, *named("room", crowded))
         if not len(view.slots):
             return Unplaceable(filtered)
         policy, _ = self._way(request)
@@ -221,10 +222,10 @@ class Placement:
 
     def _is_crowded(self, slot: int, state: FleetState) -> bool:
         """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""
-        running = int(state.in_flight[slot])
+        running = state.in_flight.item(slot)
         answers = 0.5 * self.ledger.expected_output_tokens * running
-        tokens = int(state.in_flight_prompt_tokens[slot]) + answers
-        return tokens > state.kv_capacity_tokens[slot] or running > self.ledger.profile.max_num_seqs
+        tokens = state.in_flight_prompt_tokens.item(slot) + answers
+        return tokens > state.kv_capacity_tokens.item(slot) or running > self.ledger.profile.max_num_seqs
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -262,41 +263,34 @@ class Placement:
 
     def filter(self, view: View) -> tuple[View, Filtered]:
         """The view over those that may take its request at all, and who was left out by which filter."""
-        filtered: Filtered = ()
-        may_wait = view.request.may_wait
-        for name, keep in self._way(view.request)[1]:
-            if not len(view.slots):
-                break
-            mask = None if may_wait and keep is busy else keep(view)
-            if mask is None or np.count_nonzero(mask) == len(mask):
-                continue
-            filtered = (*filtered, *_named(name, view.take(~mask)))
-            view = view.take(mask)
-        return view, filtered
-
-
-def _named(name: str, removed: View) -> Filtered:
-    """What an explanation says of those that a filter removed; nothing if there are none."""
-    addresses = removed.state.addresses
-    return ((name, tuple([str(addresses[slot]) for slot in removed.slots])),) if len(removed.slots) else ()
+        standing = self._roll.standing(view)
+        if standing is None:
+            view, filtered = sift(view, STANDING)
+        else:
+            filtered = standing.filtered
+            if standing.mask is not None:
+                view = view.take(standing.mask)
+            if standing.suffices(view.request, view.state):
+                return view, filtered
+        return sift(view, self._way(view.request)[1], filtered)
 
 
 def _filters(names: Iterable[str]) -> _Filters:
-    """The filters of these names beside the ones that always apply. Raise ValueError for an unknown one."""
+    """The filters of these names, and those that always apply, behind the standing ones. ValueError for an unknown."""
     wanted = dict.fromkeys((*_ALWAYS, *(name for name in names if name not in _LAST), *_LAST))
     unknown = [name for name in wanted if name not in FILTERS]
     if unknown:
         raise ValueError(f"unknown filter {unknown[0]!r}; there are: {', '.join(sorted(FILTERS))}")
-    return [(name, FILTERS[name]) for name in wanted]
+    return [(name, FILTERS[name]) for name in wanted if name not in dict(STANDING)]
 
 
 def _choice(matched_tokens: Floats, first: int) -> Choice:
     if len(matched_tokens) == 1:
         return Choice.ONLY_CANDIDATE
-    most = matched_tokens.max()
+    most = matched_tokens.item(matched_tokens.argmax())
     if not most:
         return Choice.LOAD
-    return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
+    return Choice.AFFINITY if matched_tokens.item(first) == most else Choice.SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:

@@ -7,6 +7,8 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
@@ -15,7 +17,7 @@ from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
 from policies.placement.weighted import ScorerWeight, Weighted, WeightedSpec
-from policies.types import Decision, Mask
+from policies.types import Decision, InferenceRequest, Kind, Mask
 
 Views = Callable[..., View]
 
@@ -119,3 +121,73 @@ def test_busy_and_zone_come_last_and_show_in_the_explanation(state: FleetState, 
     assert isinstance(free, Decision)
     assert free.addresses == ("10.0.0.3:80",)
     assert free.filtered[-1] == ("zone", ("10.0.0.1:80", "10.0.0.2:80"))
+
+
+_SLOT = st.integers(0, 3)
+_CHANGE = st.one_of(
+    st.tuples(st.just("state"), _SLOT, st.sampled_from([State.READY, State.DRAINING, State.UNHEALTHY, State.WARMING])),
+    st.tuples(st.just("routable"), _SLOT, st.booleans()),
+    st.tuples(st.just("models"), _SLOT, st.sampled_from(["m", "other"])),
+    st.tuples(st.just("window"), _SLOT, st.sampled_from([500, 1_500, np.inf])),
+    st.tuples(st.just("members"), _SLOT, st.booleans()),
+    st.tuples(st.just("load"), _SLOT, st.sampled_from([0, 20])),
+    st.tuples(st.just("busy"), _SLOT, st.sampled_from([10.0, np.inf])),
+    st.tuples(st.just("zone"), _SLOT, st.booleans()),
+    st.tuples(st.just("moved in"), _SLOT, st.booleans()),
+)
+_ASKED = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(["m", "m", "other"]),
+        "input_tokens": st.sampled_from([100, 1_000, 2_000]),
+        "excluded": st.sampled_from([frozenset(), frozenset({"10.0.0.1:80"})]),
+        "subset": st.sampled_from([None, None, ("10.0.0.2",)]),
+        "may_wait": st.booleans(),
+    }
+)
+
+
+def _four() -> FleetState:
+    state = FleetState(stale_after_s=1.0)
+    for number in range(4):
+        slot = state.add(f"10.0.0.{number}:80")
+        state.state[slot], state.routable[slot] = State.READY, True
+        state.set_models(slot, frozenset({"m"}))
+    return state
+
+
+def _change(state: FleetState, placement: Placement, what: str, slot: int, to: object) -> None:
+    if what == "models":
+        state.set_models(slot, frozenset({str(to)}))
+    elif what == "members":
+        there = set(placement.members.tolist())
+        placement.set_members(there | {slot} if to else there - {slot})
+    elif what == "busy":
+        state.busy_above = float(str(to))
+    elif what == "zone":
+        state.avoided[slot], state.avoids_zones = to, bool(to)
+    elif what == "moved in":
+        state.remove(slot)
+        state.add(f"10.0.1.{slot}:80")
+    else:
+        columns = {"state": state.state, "routable": state.routable, "window": state.context_tokens}
+        columns.get(what, state.in_flight)[slot] = to
+
+
+@given(st.lists(st.tuples(_CHANGE, _ASKED), max_size=30))
+def test_a_verdict_that_is_kept_is_the_one_that_would_be_found(
+    steps: list[tuple[tuple[str, int, object], dict[str, object]]],
+) -> None:
+    """Whatever changes between two requests: who is left, who was left out by what, and the chances are the same."""
+    state = _four()
+    policy = Weighted(WeightedSpec())
+    placement = Placement("pool", policy, PrefixIndex(1_000), filters=("excluded", "context"))
+    placement.set_members(range(4))
+    for number, (change, asked) in enumerate(steps):
+        _change(state, placement, *change)
+        request = InferenceRequest(Kind.CHAT, asked_model="m", **asked)  # type: ignore[arg-type]
+        kept, filtered = placement.filter(placement.view(request, state, 0.0, Random(number)))
+        order = ("ready", "model", "subset", "excluded", "context", "busy", "zone")
+        anew = [(name, filters.FILTERS[name]) for name in order]
+        found, by_whom = filters.sift(placement.view(request, state, 0.0, Random(number)), anew)
+        assert (kept.slots.tolist(), filtered) == (found.slots.tolist(), by_whom)
+        assert kept.rng.random() == found.rng.random()
