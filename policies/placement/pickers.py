@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from math import isfinite
+from math import inf, isfinite
 from random import Random
 from typing import TypeAlias
 
@@ -36,16 +35,21 @@ def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> 
     return order
 
 
-def _best_of_few(scores: list[float], length: int, rng: Random, margin: float) -> list[int]:
-    """The same for a short list of finite scores: to sort it once costs less than three array operations a place."""
-    places, rising, order = sorted(range(len(scores)), key=scores.__getitem__), sorted(scores), []
+def _best_of_few(left: list[float], length: int, rng: Random, margin: float) -> list[int]:
+    """The same for a short list of finite scores: three array operations a place cost more than a look at all."""
+    order, best, width = [], max(left), margin + _TIE
     for _ in range(length):
-        at = len(rising) - 1
-        if at and rising[at - 1] >= rising[at] - (margin + _TIE):  # there is another as good
-            at = bisect_left(rising, rising[at] - (margin + _TIE))
-            at = places.index(rng.choice(sorted(places[at:])), at)
-        order.append(places.pop(at))
-        del rising[at]
+        position = left.index(best)
+        left[position] = -inf
+        second = max(left)
+        if second >= best - width:  # there is another as good
+            left[position] = best
+            least = best - width
+            position = rng.choice([place for place, score in enumerate(left) if score >= least])
+            left[position] = -inf
+            second = max(left)
+        order.append(position)
+        best = second
     return order
 
 
