@@ -32,17 +32,11 @@ from vllm_adapters.metrics import EngineFigures
 HEADERS = {
     ":method": "POST",
     ":path": "/v1/chat/completions",
-    ":scheme": "http",
-    ":authority": "gateway.example",
     "content-type": "application/json",
-    "authorization": "Bearer sk-0123456789abcdef0123456789abcdef",
-    "user-agent": "OpenAI/Python 1.99.0",
-    "x-stainless-lang": "python",
-    "x-stainless-runtime": "CPython",
-    "accept": "application/json",
-    "x-forwarded-proto": "http",
+    "x-forwarded-for": "203.0.113.7",
     "x-request-id": "6c1e8a55-0d0f-4f1f-8a56-0a7f12d3e4aa",
 }
+"""What our own Envoy shows us of a client's; there are some ten more."""
 HOLD_S = 600.0
 _UNDER_WAY = 16
 _LISTING = Listing(frozenset({"sim"}), 2_000_000)

@@ -356,9 +356,10 @@ class Pipeline:
         room = None if target.pool.queue is None else self._room_for(asked)
         if isinstance(room, Refusal):
             return room
-        over_quota = None if self._quotas is None else self._charge(flight, placement, request)
-        if over_quota is not None:
-            return over_quota
+        if self._quotas is not None:
+            over_quota = self._charge(self._quotas, flight, placement, request)
+            if over_quota is not None:
+                return over_quota
         now_s = self._clock()
         if room is None:
             decision = placement.choose(request, self._fleet.state, now_s, self._rng, length=target.list_length)
@@ -517,11 +518,12 @@ class Pipeline:
             return self._breaking.all_busy(target.pool.name)
         return _no_ready_endpoint(target, nowhere)
 
-    def _charge(self, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
+    @staticmethod
+    def _charge(quotas: Quotas, flight: Flight, placement: Placement, request: InferenceRequest) -> Refusal | None:
         """Take what the request is predicted to use from its tenant's quota; a refusal where that is used up."""
-        if self._quotas is None or flight.charge is not None or not self._quotas.apply_to(flight):
+        if flight.charge is not None or not quotas.apply_to(flight):
             return None
-        refusal = self._quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
+        refusal = quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
         return None if refusal is None else replace(refusal, asked_model=request.asked_model)
 
     def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:

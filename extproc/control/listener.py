@@ -39,7 +39,6 @@ from extproc.names import (
 _FORWARDED = (
     ":method",
     ":path",
-    ":authority",
     "content-type",
     "content-length",
     "content-encoding",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, pairwise, repeat
-from operator import floordiv, mul, sub
+from itertools import chain, pairwise
+from operator import sub
 
 import xxhash
 
@@ -64,9 +64,13 @@ def block_tokens(
     """
     if images:
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
-    else:  # end * tokens // prompt_bytes, without a step of the interpreter for each
-        cumulative = list(map(floordiv, map(mul, ends, repeat(tokens)), repeat(prompt_bytes)))
-    return list(map(sub, cumulative, chain((0,), cumulative)))
+        return list(map(sub, cumulative, chain((0,), cumulative)))
+    shares, before = [], 0
+    for end in ends:
+        after = end * tokens // prompt_bytes
+        shares.append(after - before)
+        before = after
+    return shares
 
 
 def _cumulative_with_images(

@@ -42,7 +42,9 @@ def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     length = len(text)
     if length > _STEP:
         return at_once(_estimate_steps(text, rates))
-    return _tokens(length, 0 if text.isascii() else _cjk_characters(text), _count_pair(text, _ESCAPE), rates)
+    cjk = 0 if text.isascii() else _cjk_characters(text)
+    escaped = _count_pair(text, _ESCAPE) if b"\\" in text else 0
+    return _tokens(length, cjk, escaped, rates)
 
 
 def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
