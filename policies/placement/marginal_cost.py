@@ -32,7 +32,7 @@ from annotated_types import Ge, Gt, Le
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
 from policies.placement.view import View
-from policies.types import Decision, Floats, InferenceRequest, Mask, Ranking
+from policies.types import Decision, Floats, InferenceRequest, Ranking
 
 _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -71,16 +71,22 @@ Each: TypeAlias = float | Floats
 class _Asks:
     """What is asked for: by one request, of shape (n,), or by w at once, of shape (w, n).
 
-    `longest`: the longest prompt and answer of them, `shortest` the shortest prompt, `most_matched` the most that any
-    endpoint holds of any: they tell at once of most terms that there is nothing to calculate.
+    `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most terms that there is
+    nothing to calculate.
     """
 
     prompt_tokens: Each
     answer_tokens: Each
     matched_tokens: Floats
-    longest: tuple[float, float]
-    shortest: float
+    longest_prompt: float
+    longest_answer: float
     most_matched: float
+
+    @property
+    def uncached_tokens(self) -> Each:
+        if not self.most_matched:
+            return self.prompt_tokens
+        return np.maximum(self.prompt_tokens - self.matched_tokens, 0.0)
 
 
 class MarginalCost:
@@ -92,64 +98,57 @@ class MarginalCost:
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
-        request, matched = view.request, view.matched_tokens
-        prompt, answer = request.input_tokens, view.ledger.answer_tokens(request)
-        asks = _Asks(prompt, answer, matched, (prompt, answer), prompt, _greatest(matched))
-        cost, band, parts = self._cost(view, asks)
-        scores = -cost if band is None else -(cost + band)
+        matched, prompt = view.matched_tokens, view.request.input_tokens
+        answer, most_matched = view.ledger.answer_tokens(view.request), _greatest(matched)
+        cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, answer, most_matched))
+        if most_matched > _HELD_SHARE * prompt:
+            parts["band"] = self._band(view, matched, cost)
+            cost = cost + parts["band"]
+        scores = -cost
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
     def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
         """What each of w requests would cost at each candidate, without and with the band, in seconds, shape (w, n)."""
         prompts = np.array([request.input_tokens for request in requests], np.float64)[:, None]
         answers = view.ledger.answers_tokens(requests)
-        longest, shortest = (float(prompts.max()), float(answers.max())), float(prompts.min())
-        cost, band, _ = self._cost(
-            view, _Asks(prompts, answers, matched_tokens, longest, shortest, _greatest(matched_tokens))
+        most_matched = matched_tokens.max(axis=1)
+        cost, _ = self._cost(
+            view,
+            _Asks(
+                prompts, answers, matched_tokens, float(prompts.max()), float(answers.max()), float(most_matched.max())
+            ),
         )
-        return cost, cost if band is None else cost + band
+        with_band = cost.copy()
+        for row in (most_matched > _HELD_SHARE * prompts[:, 0]).nonzero()[0].tolist():
+            with_band[row] += self._band(view, matched_tokens[row], cost[row])
+        return cost, with_band
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
 
-    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, Floats | None, dict[str, Floats]]:
-        """The cost, the band if there is one, and the terms of both, in seconds, of the shape of `matched_tokens`."""
-        parts = self._terms(view, asks)
-        cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
-        for name in ("eviction", "overflow"):
-            if name in parts:
-                cost += parts[name]
-            else:
-                parts[name] = np.zeros(len(view.slots))
-        holders = _cheapest_holders(view, asks, cost)
-        if holders is None:
-            return cost, None, parts
-        parts["band"] = np.where(holders, -self._spec.affinity_band_s, 0.0)
-        return cost, parts["band"], parts
-
-    def _terms(self, view: View, asks: _Asks) -> dict[str, Floats]:
-        """Without those that are 0 everywhere, where that can be told without calculating them."""
+    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, dict[str, Floats]]:
+        """The cost without the band and its terms, in seconds, of the shape of `matched_tokens`."""
         spec, profile, answer = self._spec, view.ledger.profile, asks.answer_tokens
-        uncached = (
-            np.maximum(asks.prompt_tokens - asks.matched_tokens, 0.0) if asks.most_matched else asks.prompt_tokens
-        )
+        uncached, load = asks.uncached_tokens, _load(view)
+        running, held = load[0], load[1]
         rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
         prefill_s = profile.work(asks.prompt_tokens, uncached) / rate
-        running, held = _others(view)
-        terms = {
+        slowdown = np.array((profile.sequence_s, profile.kv_token_s)).dot(load[:2])
+        parts = {
             "own": wait_s + prefill_s,
             "stall": spec.stall_weight * running * prefill_s,
-            "decode": (spec.decode_weight * answer) * (profile.sequence_s * running + profile.kv_token_s * held),
+            "decode": (spec.decode_weight * answer) * slowdown,
         }
-        prompt_tokens, answer_tokens = asks.longest
+        cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
+        parts["eviction"] = parts["overflow"] = np.zeros(len(view.slots))
         room = view.index.room_tokens(view.slots)
-        if prompt_tokens > room.item(room.argmin()):
-            terms["eviction"] = self._eviction(view, uncached, room, rate)
-        most_held = _greatest(held) + 0.5 * answer_tokens * _greatest(running) + prompt_tokens + answer_tokens
-        capacity = view.kv_capacity
-        if most_held > capacity.item(capacity.argmin()) or _greatest(running) > profile.max_num_seqs - 1:
-            terms["overflow"] = self._overflow(view, asks.prompt_tokens + answer, answer, running, held)
-        return terms
+        if asks.longest_prompt > room.item(room.argmin()):
+            parts["eviction"] = self._eviction(view, uncached, room, rate)
+            cost += parts["eviction"]
+        if _may_overflow(view, asks, running, held):
+            parts["overflow"] = self._overflow(view, asks.prompt_tokens + answer, answer, running, held)
+            cost += parts["overflow"]
+        return cost, parts
 
     def _eviction(self, view: View, uncached: Each, room: Floats, rate: Floats) -> Floats:
         # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
@@ -168,38 +167,42 @@ class MarginalCost:
         excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
         return excess
 
+    def _band(self, view: View, matched: Floats, cost: Floats) -> Floats:
+        """Of one request, for the cheapest of those that hold most of its prompt (several, if level).
+
+        Not for one that has far more to do than others: it holds what everybody asks for, and others must come to hold
+        it too.
+        """
+        holders = (matched >= _NEARLY_MOST * _greatest(matched)).nonzero()[0]
+        costs, load = cost[holders], view.in_flight
+        level = holders[costs <= costs.item(costs.argmin()) + _LEVEL_S]
+        most = _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
+        band = np.zeros(len(cost))
+        band[level[load[level] <= most]] = -self._spec.affinity_band_s
+        return band
+
+
+def _may_overflow(view: View, asks: _Asks, running: Floats, held: Floats) -> bool:
+    """By the greatest figures, whosever they are: False where surely nothing overflows anywhere."""
+    most_running, capacity = _greatest(running), view.kv_capacity
+    tokens = _greatest(held) + 0.5 * asks.longest_answer * most_running + asks.longest_prompt + asks.longest_answer
+    return tokens > capacity.item(capacity.argmin()) or most_running > view.ledger.profile.max_num_seqs - 1
+
 
 def _greatest(figures: Floats) -> float:
     """What max() gives, in a fifth of its time."""
-    return float(figures.item(figures.argmax()))
+    most: float = figures.item(figures.argmax())
+    return most
 
 
-def _others(view: View) -> tuple[Floats, Floats]:
+def _load(view: View) -> Floats:
     """Requests running on each endpoint and the tokens of their prompts: ours, and those we know of by scrapes only.
 
     Of the latter nothing is known but their number; their prompts are taken to be like ours.
     """
-    running, held = view.in_flight, view.prompt_tokens_in_flight
     if not view.state.has_foreign:
-        return running, held
-    foreign = view.foreign
+        return view.load
+    running, held, foreign = view.in_flight, view.prompt_tokens_in_flight, view.foreign
     ours = running.sum()
     each = held.sum() / ours if ours else float(view.request.input_tokens)
-    return running + foreign, held + each * foreign
-
-
-def _cheapest_holders(view: View, asks: _Asks, cost: Floats) -> Mask | None:
-    """Which endpoint is the cheapest of those that hold most of the prompt (several, if level); None if none does.
-
-    Not one that has far more to do than others: it holds what everybody asks for, and others must come to hold it too.
-    """
-    if asks.most_matched <= _HELD_SHARE * asks.shortest:
-        return None
-    matched = asks.matched_tokens
-    most = np.maximum.reduce(matched, axis=-1, keepdims=True)
-    held = most > _HELD_SHARE * asks.prompt_tokens
-    of_holders = np.where(matched >= _NEARLY_MOST * most, cost, np.inf)
-    load = view.in_flight
-    level = held & (of_holders <= np.minimum.reduce(of_holders, axis=-1, keepdims=True) + _LEVEL_S)
-    banded: Mask = level & (load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS)
-    return banded
+    return np.array((running + foreign, held + each * foreign))

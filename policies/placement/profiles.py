@@ -44,8 +44,8 @@ class Profile:
 
         The attention of token i costs in proportion to the i tokens before it; this is the sum over the uncached ones.
         """
-        attention = self.attention_per_token * (prompt_tokens - 0.5 * uncached_tokens)
-        return uncached_tokens * (1.0 + attention) + self.request_tokens
+        last_token = 1.0 + self.attention_per_token * prompt_tokens
+        return uncached_tokens * (last_token - 0.5 * self.attention_per_token * uncached_tokens) + self.request_tokens
 
 
 # Rooflines, not measurements (see the simulator's hardware page): a token's arithmetic is 40 us, 80 us and 89 us,

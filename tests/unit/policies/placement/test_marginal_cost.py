@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
@@ -17,7 +20,7 @@ from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile
 from policies.placement.view import View
-from policies.types import Decision, InferenceRequest, Reservation
+from policies.types import Decision, InferenceRequest, Kind, Reservation
 
 Views = Callable[..., View]
 Requests = Callable[..., InferenceRequest]
@@ -170,3 +173,109 @@ def test_a_hot_prefix_spreads_once_its_holder_is_loaded(state: FleetState, reque
         counts[decision.order[0]] += 1
     assert max(counts.values()) <= 24
     assert len(counts) >= 2
+
+
+# -- against the page's formula, calculated from nothing for one endpoint at a time
+
+_NOW_S = 1_000.0
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """What an endpoint runs, waits for and holds; `idle_tokens` rest since `idle_s`."""
+
+    running: int
+    held: int
+    capacity: int
+    backlog: int
+    matched: int
+    idle_tokens: int
+    idle_s: float
+    others: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    prompt: int
+    answer: int
+
+
+_endpoints = st.builds(
+    _Endpoint,
+    running=st.integers(0, 300),
+    held=st.integers(0, 12_000),
+    capacity=st.sampled_from([5_000, 10_000, 100_000]),
+    backlog=st.sampled_from([0, 0, 10, 5_000]),
+    matched=st.sampled_from([0, 0, 400, 900, 950, 1_000, 2_500]),
+    idle_tokens=st.sampled_from([0, 100, 4_500, 9_900]),
+    idle_s=st.sampled_from([0.0, 60.0, 900.0]),
+    others=st.sampled_from([0, 0, 0, 7]),
+)
+_asked = st.builds(_Asked, prompt=st.sampled_from([1, 1_000, 20_000]), answer=st.sampled_from([1, 100, 5_000]))
+
+
+def _fleet(endpoints: list[_Endpoint]) -> tuple[FleetState, PrefixIndex, Ledger]:
+    state, index, ledger = FleetState(stale_after_s=1.0), PrefixIndex(10_000), Ledger(Profile(output_tokens=400.0))
+    for number, one in enumerate(endpoints):
+        slot = state.add(f"10.0.0.{number}:80")
+        state.in_flight[slot], state.in_flight_prompt_tokens[slot] = one.running, one.held
+        state.kv_capacity_tokens[slot], state.observed_at_s[slot] = one.capacity, _NOW_S
+        state.foreign[slot] = one.others
+        index.set_capacity(slot, one.capacity)
+        if one.idle_tokens:
+            index.insert(slot, [slot], [one.idle_tokens], _NOW_S - one.idle_s)
+        if one.backlog:
+            ledger.committed(Reservation(slot, 1, one.backlog, one.backlog), _NOW_S - 0.01)
+    return state, index, ledger
+
+
+def _by_the_page(asked: _Asked, endpoints: list[_Endpoint], index: PrefixIndex, profile: Profile) -> list[float]:
+    """What each costs, without the band."""
+    ours = sum(one.running for one in endpoints)
+    each = sum(one.held for one in endpoints) / ours if ours else asked.prompt
+    costs = []
+    for slot, one in enumerate(endpoints):
+        n, tokens = one.running + one.others, one.held + each * one.others
+        answer, rate = min(asked.answer, profile.output_tokens), profile.prefill_tokens_per_s
+        u = max(0, asked.prompt - one.matched)
+        attention = profile.attention_per_token * (asked.prompt - u / 2)
+        work = u * (1 + attention) + profile.request_tokens
+        own_work = one.backlog * (1 + profile.attention_per_token * one.backlog / 2) + profile.request_tokens
+        backlog = max(0.0, own_work - 0.01 * rate) if one.backlog else 0.0
+        pushed_out = u > one.capacity - index.held_tokens(slot) and index.oldest_at_s(np.array([slot]))[0] < math.inf
+        lost = 3 * u / rate * math.exp(-one.idle_s / 120) if pushed_out else 0.0
+        memory = (tokens + answer * n / 2 + asked.prompt + answer - one.capacity) / one.capacity
+        places = (n + 1 - profile.max_num_seqs) / profile.max_num_seqs
+        decode = 0.6 * answer * (profile.sequence_s * n + profile.kv_token_s * tokens)
+        overflow = 10 * max(memory, places, 0)
+        costs.append((backlog + work) / rate + 0.1 * n * work / rate + decode + lost + overflow)
+    return costs
+
+
+def _banded(asked: _Asked, endpoints: list[_Endpoint], costs: list[float]) -> list[float]:
+    most = max(one.matched for one in endpoints)
+    if most <= asked.prompt / 2:
+        return costs
+    holders = [slot for slot, one in enumerate(endpoints) if one.matched >= 0.9 * most]
+    cheapest = min(costs[slot] for slot in holders)
+    usual = 1.5 * sum(one.running for one in endpoints) / len(endpoints) + 4
+    level = [slot for slot in holders if costs[slot] <= cheapest + 1e-9 and endpoints[slot].running <= usual]
+    return [cost - 3 * (slot in level) for slot, cost in enumerate(costs)]
+
+
+@given(st.lists(_endpoints, min_size=1, max_size=5), st.lists(_asked, min_size=1, max_size=3))
+def test_the_cost_is_the_pages_formula(endpoints: list[_Endpoint], asked: list[_Asked]) -> None:
+    """Ranked one by one or priced together, and the terms told add up to it."""
+    state, index, ledger = _fleet(endpoints)
+    slots, matched = np.arange(len(endpoints)), np.array([float(one.matched) for one in endpoints])
+    requests = [InferenceRequest(Kind.CHAT, "m", "m", one.prompt, max_tokens=one.answer) for one in asked]
+    views = [View(request, state, slots, matched, _NOW_S, Random(1), index, ledger) for request in requests]
+    costs, liked = MarginalCost().price(views[0], requests, np.tile(matched, (len(asked), 1)))
+    for row, (one, view) in enumerate(zip(asked, views, strict=True)):
+        ranking = MarginalCost().rank(view, 1)
+        if not any(endpoint.others for endpoint in endpoints) or row == 0:  # others' prompts are like the first's
+            expected = _by_the_page(one, endpoints, index, ledger.profile)
+            assert costs[row] == pytest.approx(expected)
+            assert liked[row] == pytest.approx(_banded(one, endpoints, expected))
+            assert -ranking.scores == pytest.approx(liked[row])
+        assert sum(ranking.parts.values()) == pytest.approx(-ranking.scores)
