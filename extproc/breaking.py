@@ -107,14 +107,14 @@ class Breaking:
         """The request is over."""
         good = _VERDICTS.get(outcome)
         broke = completion.failed == BROKE
-        broke_all = broke and completion.attempts > 1
         if good is not None and not broke:
             self._model_saw(flight, completion, good=good)
         if good and completion.address is not None:
             self._zone_saw(flight, completion.address, good=True)
-        if flight.broke is not None and not broke_all:
+        if flight.broke is not None and not (broke and completion.attempts > 1):
             self._zone_saw(flight, flight.broke, good=False)
-        self.forgot(flight)
+        if flight.trials:
+            self.forgot(flight)
 
     def forgot(self, flight: Flight) -> None:
         """Nothing (more) will be told of the request: another may be on trial."""
@@ -125,27 +125,30 @@ class Breaking:
             self._avoid_zones()
 
     def _model_saw(self, flight: Flight, completion: Completion, *, good: bool) -> None:
-        pool, breaker = flight.pool, self._models.get(flight.pool)
-        if good and completion.duration_s is not None and pool in self._fleet.placements:
-            mean_s = self._mean_s.get(pool, completion.duration_s)
-            self._mean_s[pool] = mean_s + _DURATION_WEIGHT * (completion.duration_s - mean_s)
+        pool, breaker, took_s = flight.pool, self._models.get(flight.pool), completion.duration_s
+        if good and took_s is not None and pool in self._fleet.placements:
+            mean_s = self._mean_s.get(pool, took_s)
+            self._mean_s[pool] = mean_s + _DURATION_WEIGHT * (took_s - mean_s)
         if breaker is not None:
             alone = len(self._fleet.placements[pool].members) < 2
             self._saw("model", pool, breaker, flight, good=good, by=None if alone else flight.served_by)
 
     def _zone_saw(self, flight: Flight, address: str, *, good: bool) -> None:
-        breaker, zone = self._zone_at(address), self._fleet.zone_of(address)
-        if breaker is not None and zone is not None:
+        breaker = self._zone_at(address)
+        if breaker is not None and (zone := self._fleet.zone_of(address)) is not None:
             alone = self._fleet.zone_sizes[zone] < 2
             self._saw("zone", zone, breaker, flight, good=good, by=None if alone else address)
 
     def _saw(self, kind: str, name: str, breaker: Breaker, flight: Flight, *, good: bool, by: str | None) -> None:
         """`by`: the endpoint, if it is not the only one: then nobody but it can be to blame."""
         was_closed = breaker.is_closed
-        number = next((number for one, number in flight.trials if one is breaker), _NO_TRIAL)
+        trials = flight.trials
+        number = next((number for one, number in trials if one is breaker), _NO_TRIAL) if trials else _NO_TRIAL
         if breaker.saw(number, self._clock(), good=good, by=by):
             log.warning("breaker opened", kind=kind, name=name, open_s=breaker.spec.open_s)
-        elif breaker.is_closed and not was_closed:
+        elif was_closed:
+            return
+        elif breaker.is_closed:
             log.info("breaker closed", kind=kind, name=name)
         if breaker.is_closed != was_closed:
             self._look_around()

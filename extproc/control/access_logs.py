@@ -4,6 +4,10 @@ Not here: reading them (extproc/wire/access_log.py).
 
 Rejected: every attempt in the upstream log. Two more messages for each request would cost more than the decision; the
 filter below lets an ordinary request, served by its first choice, pass in silence.
+
+Rejected: gathering entries for some milliseconds. One less message for us to read saves a hundredth of a request's CPU
+on the lane and a twentieth on grpcio; but what waits for an entry waits longer (a breaker's trial, an Idempotency-Key
+after a failure, what a tenant has really used), and Envoy keeps what it has gathered when it ends.
 """
 
 from __future__ import annotations

@@ -65,35 +65,34 @@ class AccessLog:
             log.warning("malformed access-log message", error=str(error))
             return
         for entry in entries:
-            self._take(entry)
+            try:
+                self._take(entry)
+            except Exception:
+                # One entry that trips us must not end the stream and take all the others with it.
+                log.exception("access-log entry not processed")
+                self._events.entry(kind="request", result="error")
 
     def _take(self, entry: Attempt | Completion | Malformed) -> None:
-        if isinstance(entry, Malformed):
+        if isinstance(entry, Completion):
+            self._join(entry)
+        elif isinstance(entry, Attempt):
+            self._events.entry(kind="attempt", result="joined" if self._flights.on_attempt(entry) else "unknown")
+        else:
             self._events.malformed("access_log")
             log.warning("malformed access-log entry", error=str(entry))
-            return
-        try:
-            self._join(entry)
-        except Exception:
-            # One entry that trips us must not end the stream and take all the others with it.
-            log.exception("access-log entry not processed")
-            self._events.entry(kind="request", result="error")
 
-    def _join(self, entry: Attempt | Completion) -> None:
-        if isinstance(entry, Attempt):
-            self._events.entry(kind="attempt", result="joined" if self._flights.on_attempt(entry) else "unknown")
-            return
+    def _join(self, entry: Completion) -> None:
         if "no_healthy_upstream" in entry.flags:
             self._events.no_known_address()
-        result = self._result(entry)
-        self._events.entry(kind="request", result=result)
-        if result != "joined" and not entry.details.startswith(OWN_DETAILS):
+        if self._flights.on_completion(entry):
+            self._events.entry(kind="request", result="joined")
+            return
+        self._events.entry(kind="request", result=self._not_joined(entry))
+        if not entry.details.startswith(OWN_DETAILS):
             self._on_stray(entry)
 
-    def _result(self, entry: Completion) -> str:
+    def _not_joined(self, entry: Completion) -> str:
         """`unrouted`: we answered it or it ended before we could. `unknown`: routed, but not by this process."""
-        if self._flights.on_completion(entry):
-            return "joined"
         if entry.address is not None:
             return "unknown"
         if 100 <= entry.status < 600 and not entry.details.startswith(OWN_DETAILS):

@@ -23,8 +23,8 @@ from enum import IntEnum
 from typing import Final, Protocol
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_FRAME = struct.Struct(">HBBBI")
-"""Length in two parts, type, flags, stream: section 4.1."""
+_FRAME = struct.Struct(">IBI")
+"""Length and type in one, flags, stream: section 4.1."""
 _HEADER_BYTES: Final = _FRAME.size
 _SETTING = struct.Struct(">HI")
 _UINT = struct.Struct(">I")
@@ -32,10 +32,12 @@ _LARGEST_WINDOW: Final = 2**31 - 1
 _DEFAULT_WINDOW: Final = 65_535
 _LARGEST_FRAME: Final = 2**24 - 1
 _DEFAULT_FRAME: Final = 16_384
+_REPLENISH_AFTER: Final = _DEFAULT_FRAME * 1024
+"""Bytes received until the connection's window is opened again; it is far larger."""
 _PREFIXED = struct.Struct(">BI")
 _PREFIX: Final = 5
 """gRPC's before each message: a flag and four bytes of length."""
-_MESSAGE = struct.Struct(">HBBBIBI")
+_MESSAGE = struct.Struct(">IBIBI")
 """Both, of a message that is one frame."""
 
 
@@ -122,8 +124,7 @@ class Call(Protocol):
 
 
 def _frame(kind: Frame, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    size = len(payload)
-    return _FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
+    return _FRAME.pack(len(payload) << 8 | kind, flags, stream) + payload
 
 
 def _literal(name: bytes, value: bytes) -> bytes:
@@ -205,7 +206,7 @@ class Stream:
         if fits and not self._unsent:
             self.send_window -= size
             connection.send_window -= size
-            connection.put(_MESSAGE.pack(size >> 8, size & 0xFF, _DATA, 0, self._id, 0, size - _PREFIX) + message)
+            connection.put(_MESSAGE.pack(size << 8 | _DATA, 0, self._id, 0, size - _PREFIX) + message)
         else:
             self._unsent.append(memoryview(_PREFIXED.pack(0, size - _PREFIX) + message))
             self.pump()
@@ -215,7 +216,10 @@ class Stream:
         """End the call, after all that was sent."""
         if not self.over and self._finishing is None:
             self._finishing = _trailers(status, text) if status or text else _WELL
-            self.pump()
+            if self._unsent:
+                self.pump()
+            else:
+                self._put_end(self._finishing)
             self._connection.flush()
 
     # -- for the connection
@@ -378,8 +382,10 @@ class Connection:
             self._fail(violation)
         finally:
             self._reading = False
-        self._replenish()
-        self.flush()
+        if self._received >= _REPLENISH_AFTER:
+            self._replenish()
+        if self._is_due:
+            self.pay()
 
     @property
     def owes_ends(self) -> bool:
@@ -438,8 +444,8 @@ class Connection:
         if not self._greeted:
             return 0
         while size - at >= _HEADER_BYTES:
-            high, low, kind, flags, stream_id = _FRAME.unpack_from(data, at)
-            length = high << 8 | low
+            length_and_kind, flags, stream_id = _FRAME.unpack_from(data, at)
+            length, kind = length_and_kind >> 8, length_and_kind & 0xFF
             if length > self._frame_limit:
                 raise Violation(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
             begin = at + _HEADER_BYTES
@@ -639,7 +645,7 @@ class Connection:
 
     def _replenish(self) -> None:
         """Open the connection's window again, long before it is used up."""
-        if self._received >= _DEFAULT_FRAME * 1024 and self.failed is None:
+        if self.failed is None:
             self.put(_frame(Frame.WINDOW_UPDATE, 0, 0, _UINT.pack(self._received)))
             self._received = 0
 
