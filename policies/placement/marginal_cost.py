@@ -32,7 +32,7 @@ from annotated_types import Ge, Gt, Le
 from policies.placement.pickers import max_score
 from policies.placement.policy import PolicySpec, ranking
 from policies.placement.view import View
-from policies.types import Decision, Floats, InferenceRequest, Ranking
+from policies.types import Decision, Floats, InferenceRequest, Mask, Ranking
 
 _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -102,7 +102,7 @@ class MarginalCost:
         answer, most_matched = view.ledger.answer_tokens(view.request), _greatest(matched)
         cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, answer, most_matched))
         if most_matched > _HELD_SHARE * prompt:
-            parts["band"] = self._band(view, matched, cost)
+            parts["band"] = self._band(view, matched, most_matched, cost)
             cost = cost + parts["band"]
         scores = -cost
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
@@ -111,17 +111,11 @@ class MarginalCost:
         """What each of w requests would cost at each candidate, without and with the band, in seconds, shape (w, n)."""
         prompts = np.array([request.input_tokens for request in requests], np.float64)[:, None]
         answers = view.ledger.answers_tokens(requests)
-        most_matched = matched_tokens.max(axis=1)
-        cost, _ = self._cost(
-            view,
-            _Asks(
-                prompts, answers, matched_tokens, float(prompts.max()), float(answers.max()), float(most_matched.max())
-            ),
-        )
-        with_band = cost.copy()
-        for row in (most_matched > _HELD_SHARE * prompts[:, 0]).nonzero()[0].tolist():
-            with_band[row] += self._band(view, matched_tokens[row], cost[row])
-        return cost, with_band
+        longest, most_matched = float(prompts.max()), matched_tokens.max(axis=1, keepdims=True)
+        asks = _Asks(prompts, answers, matched_tokens, longest, float(answers.max()), float(most_matched.max()))
+        cost, _ = self._cost(view, asks)
+        of_holders = np.where(most_matched > _HELD_SHARE * prompts, most_matched, np.inf)
+        return cost, cost + self._band(view, matched_tokens, of_holders, cost)
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
@@ -167,19 +161,17 @@ class MarginalCost:
         excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
         return excess
 
-    def _band(self, view: View, matched: Floats, cost: Floats) -> Floats:
-        """Of one request, for the cheapest of those that hold most of its prompt (several, if level).
+    def _band(self, view: View, matched: Floats, most: Each, cost: Floats) -> Floats:
+        """For the cheapest of those that hold most of a prompt (several, if level), where `most` is held by any.
 
         Not for one that has far more to do than others: it holds what everybody asks for, and others must come to hold
         it too.
         """
-        holders = (matched >= _NEARLY_MOST * _greatest(matched)).nonzero()[0]
-        costs, load = cost[holders], view.in_flight
-        level = holders[costs <= costs.item(costs.argmin()) + _LEVEL_S]
-        most = _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
-        band = np.zeros(len(cost))
-        band[level[load[level] <= most]] = -self._spec.affinity_band_s
-        return band
+        holds: Mask = matched >= _NEARLY_MOST * most
+        of_holders, load = np.where(holds, cost, np.inf), view.in_flight
+        holds &= of_holders <= np.minimum.reduce(of_holders, axis=-1, keepdims=True) + _LEVEL_S
+        holds &= load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
+        return np.where(holds, -self._spec.affinity_band_s, 0.0)
 
 
 def _may_overflow(view: View, asks: _Asks, running: Floats, held: Floats) -> bool:
