@@ -239,10 +239,10 @@ class Pipeline:
         if len(body) > generation.largest_body_bytes:
             return too_large(generation)
         api = flight.api or (guess(headers, body) if without_path(headers) else OTHER)
-        if isinstance(read, Read) and read.generation is not generation:
+        if read is not None and isinstance(read, Read) and read.generation is not generation:
             read = None  # by another config; in steps again, if it is large
         incoming = Incoming(api, headers, body, flight.request_id, read, flight.tenant)
-        if read is None and api.model_in in _WITH_BODIES and _reads_slowly(headers, body):
+        if read is None and _reads_slowly(headers, body) and api.model_in in _WITH_BODIES:
             return self._read_in_steps(incoming, flight)
         if api.model_in is ModelIn.NOWHERE:
             return self._answer_models(generation, flight, headers)
@@ -412,7 +412,12 @@ class Pipeline:
         if plan.usage_asked_by is not None:
             self._events.usage_asked(plan.usage_asked_by)
         terms = self._terms(target, placement, request, decision)
-        self._note(flight, request, decision)
+        self._events.decided(
+            decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
+        )
+        for fallback in decision.fallbacks:
+            self._events.fell_back(fallback)
+        self._decisions.add(self._wall_clock(), flight.request_id, request, decision)
         if self._request_log is not None:
             self._request_log.routed(flight, path_of(asked.headers), request, decision.addresses[0])
         request.prompt = b""  # it goes no further than this
@@ -525,15 +530,6 @@ class Pipeline:
             return None
         refusal = quotas.admit(flight, request.input_tokens + placement.ledger.answer_tokens(request))
         return None if refusal is None else replace(refusal, asked_model=request.asked_model)
-
-    def _note(self, flight: Flight, request: InferenceRequest, decision: Decision) -> None:
-        """Count and log the decision."""
-        self._events.decided(
-            decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
-        )
-        for fallback in decision.fallbacks:
-            self._events.fell_back(fallback)
-        self._decisions.add(self._wall_clock(), flight.request_id, request, decision)
 
     # -- the same choice, without carrying it out
 

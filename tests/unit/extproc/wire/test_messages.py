@@ -113,13 +113,12 @@ def test_a_request_body_is_read() -> None:
     assert (received.phase, received.body, received.end_of_stream) == (Phase.REQUEST_BODY, b"\x00{}\xff", True)
 
 
-def as_upb_reads(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
-    """What is made of a message by hand and by upb; Malformed as its class."""
+def as_upb_reads(raw: bytes) -> tuple[object, object]:
+    """What is made of a message by hand, as far as that goes, and by upb; Malformed as its class."""
     found: list[object] = []
-    for frame_of in (messages._whole_body_frame, lambda _: (b"\0", slice(0))):
-        monkeypatch.setattr(messages, "_whole_body_frame", frame_of)
+    for reads in (read, messages._read_any):
         try:
-            found.append(read(raw))
+            found.append(reads(raw))
         except Malformed:
             found.append(Malformed)
     return found[0], found[1]
@@ -134,8 +133,7 @@ def test_a_whole_body_is_read_by_hand(
 ) -> None:
     """The same as upb reads, and without it where it ends the stream, but for an empty one."""
     raw = body_message(size, end_of_stream=end_of_stream)
-    with monkeypatch.context() as patched:
-        by_hand, by_upb = as_upb_reads(raw, patched)
+    by_hand, by_upb = as_upb_reads(raw)
     assert by_hand == by_upb
     monkeypatch.setattr(messages, "_parse", None)
     assert not size or not end_of_stream or read(raw) == by_hand
@@ -159,8 +157,52 @@ PARTS = (
 def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int, by: bytes) -> None:
     """Whatever stands there: the same message, or the same fault."""
     raw = bytes.fromhex("".join(parts))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        by_hand, by_upb = as_upb_reads(raw[:at] + by + raw[at + len(by) :], monkeypatch)
+    by_hand, by_upb = as_upb_reads(raw[:at] + by + raw[at + len(by) :])
+    assert by_hand == by_upb
+
+
+PLAIN = headers_message({":method": "POST", ":path": "/v1/models", "x-a": "1" * 90}, end_of_stream=True)
+
+
+def test_plain_request_headers_are_read_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as upb reads, and without it, once it has read the modes that a gateway always says."""
+    by_hand, by_upb = as_upb_reads(PLAIN.SerializeToString())
+    assert by_hand == by_upb
+    monkeypatch.setattr(messages, "_parse", None)
+    assert read(PLAIN.SerializeToString()) == by_hand
+
+
+UNUSUAL = (
+    headers_message({"x-a": "1" * 130}),
+    headers_message({":path": "/" + "p" * 17_000}),
+    headers_message({"x-a": "", "x-b": "b"}),
+    headers_message({"x-a": "1"}, mode=None),
+    headers_message({}),
+    ext_proc.ProcessingRequest(request_headers=PLAIN.request_headers, observability_mode=True),
+    ext_proc.ProcessingRequest(request_headers=PLAIN.request_headers, metadata_context={"filter_metadata": {"a": {}}}),
+)
+
+
+@pytest.mark.parametrize("message", UNUSUAL)
+def test_unusual_request_headers_are_read_as_well(message: ext_proc.ProcessingRequest) -> None:
+    """Long ones, empty ones, and what stands beside them: by upb, if not by hand."""
+    by_hand, by_upb = as_upb_reads(message.SerializeToString())
+    assert by_hand == by_upb
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_by_hand_no_headers_are_read_otherwise_than_by_upb(data: st.DataObject) -> None:
+    """However the bytes are changed, cut or repeated: the same message, or the same fault."""
+    raw = bytearray(PLAIN.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw)))
+        to = data.draw(st.integers(at, min(len(raw), at + 6)))
+        some = data.draw(
+            st.sampled_from([b"", b"\x0a", b"\x1a", b"\x18\x01", b"\x12\x00", b"\xff", b"\x80\x01", raw[at:to] * 2])
+        )
+        raw[at:to] = some
+    by_hand, by_upb = as_upb_reads(bytes(raw))
     assert by_hand == by_upb
 
 
