@@ -40,6 +40,8 @@ _NEARLY_MOST = 0.9
 """Endpoints that hold this much of what the best one holds are holders as well."""
 _SPILL_FACTOR, _SPILL_REQUESTS = 1.5, 4.0
 """A holder above so many times the mean load, and so many requests, has no band: a hot prefix spreads."""
+_FAR_S = 1e9
+"""Beyond any cost of a holder."""
 _LEVEL_S = 1e-9
 """Costs closer than this differ by rounding alone."""
 
@@ -71,13 +73,14 @@ Each: TypeAlias = float | Floats
 class _Asks:
     """What is asked for: by one request, of shape (n,), or by w at once, of shape (w, n).
 
-    `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most terms that there is
-    nothing to calculate.
+    `shortest_prompt`, `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most
+    terms that there is nothing to calculate.
     """
 
     prompt_tokens: Each
     answer_tokens: Each
     matched_tokens: Floats
+    shortest_prompt: float
     longest_prompt: float
     longest_answer: float
     most_matched: float
@@ -86,7 +89,8 @@ class _Asks:
     def uncached_tokens(self) -> Each:
         if not self.most_matched:
             return self.prompt_tokens
-        return np.maximum(self.prompt_tokens - self.matched_tokens, 0.0)
+        missing = self.prompt_tokens - self.matched_tokens
+        return missing if self.most_matched <= self.shortest_prompt else np.maximum(missing, 0.0)
 
 
 class MarginalCost:
@@ -100,7 +104,7 @@ class MarginalCost:
         """Cheapest first."""
         matched, prompt = view.matched_tokens, view.request.input_tokens
         answer, most_matched = view.ledger.answer_tokens(view.request), _greatest(matched)
-        cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, answer, most_matched))
+        cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, prompt, answer, most_matched))
         if most_matched > _HELD_SHARE * prompt:
             parts["band"] = self._band(view, matched, most_matched, cost)
             cost = cost + parts["band"]
@@ -111,9 +115,9 @@ class MarginalCost:
         """What each of w requests would cost at each candidate, without and with the band, in seconds, shape (w, n)."""
         prompts = np.array([request.input_tokens for request in requests], np.float64)[:, None]
         answers = view.ledger.answers_tokens(requests)
-        longest, most_matched = float(prompts.max()), matched_tokens.max(axis=1, keepdims=True)
-        asks = _Asks(prompts, answers, matched_tokens, longest, float(answers.max()), float(most_matched.max()))
-        cost, _ = self._cost(view, asks)
+        most_matched = matched_tokens.max(axis=1, keepdims=True)
+        extremes = prompts.min(), prompts.max(), answers.max(), most_matched.max()
+        cost, _ = self._cost(view, _Asks(prompts, answers, matched_tokens, *map(float, extremes)))
         of_holders = np.where(most_matched > _HELD_SHARE * prompts, most_matched, np.inf)
         return cost, cost + self._band(view, matched_tokens, of_holders, cost)
 
@@ -123,15 +127,14 @@ class MarginalCost:
     def _cost(self, view: View, asks: _Asks) -> tuple[Floats, dict[str, Floats]]:
         """The cost without the band and its terms, in seconds, of the shape of `matched_tokens`."""
         spec, profile, answer = self._spec, view.ledger.profile, asks.answer_tokens
-        uncached, load = asks.uncached_tokens, _load(view)
-        running, held = load[0], load[1]
+        uncached = asks.uncached_tokens
+        running, held = _others(view)
         rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
         prefill_s = profile.work(asks.prompt_tokens, uncached) / rate
-        slowdown = np.array((profile.sequence_s, profile.kv_token_s)).dot(load[:2])
         parts = {
             "own": wait_s + prefill_s,
             "stall": spec.stall_weight * running * prefill_s,
-            "decode": (spec.decode_weight * answer) * slowdown,
+            "decode": (spec.decode_weight * answer) * (profile.sequence_s * running + profile.kv_token_s * held),
         }
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
         parts["eviction"] = parts["overflow"] = np.zeros(len(view.slots))
@@ -167,11 +170,13 @@ class MarginalCost:
         Not for one that has far more to do than others: it holds what everybody asks for, and others must come to hold
         it too.
         """
-        holds: Mask = matched >= _NEARLY_MOST * most
-        of_holders, load = np.where(holds, cost, np.inf), view.in_flight
-        holds &= of_holders <= np.minimum.reduce(of_holders, axis=-1, keepdims=True) + _LEVEL_S
-        holds &= load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
-        return np.where(holds, -self._spec.affinity_band_s, 0.0)
+        load, less = view.in_flight, matched < _NEARLY_MOST * most
+        of_holders = cost + _FAR_S * less  # as np.where would, in half the time
+        banded: Mask = of_holders <= _least(of_holders) + _LEVEL_S
+        banded &= load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
+        band = np.zeros(cost.shape)
+        band[banded & ~less] = -self._spec.affinity_band_s
+        return band
 
 
 def _may_overflow(view: View, asks: _Asks, running: Floats, held: Floats) -> bool:
@@ -181,20 +186,29 @@ def _may_overflow(view: View, asks: _Asks, running: Floats, held: Floats) -> boo
     return tokens > capacity.item(capacity.argmin()) or most_running > view.ledger.profile.max_num_seqs - 1
 
 
+def _least(figures: Floats) -> Each:
+    """The least, or that of each row."""
+    if figures.ndim > 1:
+        return np.minimum.reduce(figures, axis=-1, keepdims=True)
+    least: float = figures.item(figures.argmin())
+    return least
+
+
 def _greatest(figures: Floats) -> float:
     """What max() gives, in a fifth of its time."""
     most: float = figures.item(figures.argmax())
     return most
 
 
-def _load(view: View) -> Floats:
+def _others(view: View) -> tuple[Floats, Floats]:
     """Requests running on each endpoint and the tokens of their prompts: ours, and those we know of by scrapes only.
 
     Of the latter nothing is known but their number; their prompts are taken to be like ours.
     """
+    running, held = view.in_flight, view.prompt_tokens_in_flight
     if not view.state.has_foreign:
-        return view.load
-    running, held, foreign = view.in_flight, view.prompt_tokens_in_flight, view.foreign
+        return running, held
+    foreign = view.foreign
     ours = running.sum()
     each = held.sum() / ours if ours else float(view.request.input_tokens)
-    return np.array((running + foreign, held + each * foreign))
+    return running + foreign, held + each * foreign
