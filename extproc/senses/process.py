@@ -39,6 +39,9 @@ log = structlog.get_logger(__name__)
 HEARTBEAT_S = 1.0
 """How often the other end hears that we live."""
 
+_GATHERED_S = 0.003
+"""Pages that were asked for together are reported together, in this time: each report would wake the other end."""
+
 
 class Port(asyncio.Protocol):
     """Our end of the socket. `most_waiting_bytes`: beyond it reports that are made anew anyway are dropped."""
@@ -50,6 +53,8 @@ class Port(asyncio.Protocol):
         self._most_waiting_bytes = most_waiting_bytes
         self._frames = Frames()
         self._dropped = 0
+        self._outgoing: list[bytes] = []
+        self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio.Protocol."""
@@ -93,10 +98,22 @@ class Port(asyncio.Protocol):
         """Tell the decision process."""
         if self._crowded and not isinstance(message, Matched | Tried | FellSilent):
             self._dropped += 1
-        elif not self._transport.is_closing():
-            self._transport.write(encode(message))
+        else:
+            self._outgoing.append(encode(message))
+            if not isinstance(message, Scraped):
+                self._send()
+            elif self._sending is None:
+                self._sending = asyncio.get_running_loop().call_later(_GATHERED_S, self._send)
         if self.prefixes is not None and isinstance(message, Scraped):
             self.prefixes.scraped(message)
+
+    def _send(self) -> None:
+        """Write what has gathered."""
+        if self._sending is not None:
+            self._sending.cancel()
+        outgoing, self._outgoing, self._sending = self._outgoing, [], None
+        if not self._transport.is_closing():
+            self._transport.write(b"".join(outgoing))
 
     @property
     def _crowded(self) -> bool:

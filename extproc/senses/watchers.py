@@ -34,6 +34,9 @@ which nobody else's are read.
 """
 _LONGEST_SPREAD_S = 1.0
 """Endpoints found together begin within this: 256 pages at the same moment would make all of them late."""
+_STEPS = 4
+"""So many times in an interval endpoints are asked, each time a part of them: waking up, here and where the reports go,
+costs more than a page does. It also keeps the interval from growing by the time that an answer takes."""
 _MOST_DOUBLINGS = 10
 
 _CHECK_S = 5.0
@@ -215,7 +218,8 @@ class Watcher:
         self._report(Scraped(self._address, figures, spare=self._listener.live))
         self._failed_scrapes = 0 if figures is not None else self._failed_scrapes + 1
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._pause_s(self._failed_scrapes)):
+            ends_s = asyncio.get_running_loop().time() + self._pause_s(self._failed_scrapes)
+            async with asyncio.timeout_at(in_step(ends_s, self.pace.scrape_interval_ms / 1000)):
                 await self._scrape_now.wait()
 
     def _pause_s(self, failures: int) -> float:
@@ -262,6 +266,12 @@ class Watcher:
             if len(page) > _MAX_PAGE_BYTES:
                 raise ValueError(f"{url} is larger than {_MAX_PAGE_BYTES} bytes")
             return page
+
+
+def in_step(ends_s: float, interval_s: float) -> float:
+    """When a pause ends that should end about then, together with others': within an eighth of the interval."""
+    step_s = interval_s / _STEPS
+    return round(ends_s / step_s) * step_s
 
 
 def _evidence(error: Exception) -> Evidence:

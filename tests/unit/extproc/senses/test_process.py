@@ -49,6 +49,7 @@ class Transport(asyncio.Transport):
         self.closing = False
         self._frames = Frames()
         self.written: list[FromSenses] = []
+        self.writes = 0
 
     def get_write_buffer_size(self) -> int:
         """What waits, in bytes."""
@@ -59,7 +60,8 @@ class Transport(asyncio.Transport):
         return self.closing
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """A whole message."""
+        """Whole messages."""
+        self.writes += 1
         self.written += [from_senses(body) for body in self._frames.feed(bytes(data))]
 
 
@@ -115,6 +117,21 @@ async def test_up_to_the_bound_everything_is_sent() -> None:
     for message in [*REPEATED, *AWAITED]:
         house.port.report(message)
     assert house.transport.written == [*REPEATED, *AWAITED]
+
+
+async def test_pages_are_reported_together() -> None:
+    """After a moment, or with what somebody waits for; nothing is told out of turn."""
+    house = House()
+    house.port.report(Scraped(A))
+    house.port.report(Scraped("10.0.0.2:8000"))
+    assert house.transport.writes == 0
+    house.port.report(Tried(A, 200))
+    assert (house.transport.writes, len(house.transport.written)) == (1, 3)
+    house.port.report(Scraped(A))
+    async with asyncio.timeout(HANG_GUARD_S):
+        while house.transport.writes < 2:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
+    assert house.transport.written == [Scraped(A), Scraped("10.0.0.2:8000"), Tried(A, 200), Scraped(A)]
 
 
 async def test_what_is_counted_waits_until_somebody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.config.generations import Generation
 from extproc.config.loading import parse
@@ -21,7 +23,7 @@ from extproc.senses import watchers as module
 from extproc.senses.inbox import Inbox
 from extproc.senses.link import pace_of
 from extproc.senses.messages import Target, Try, Watch
-from extproc.senses.watchers import Watcher, Watchers
+from extproc.senses.watchers import Watcher, Watchers, in_step
 from policies.fleet_state import FleetState
 from policies.lifecycle import Evidence, State
 from vllm_adapters.metrics import EngineFigures
@@ -475,3 +477,11 @@ async def test_a_back_off_grows_to_its_bound() -> None:
     assert [watcher._pause_s(failures) for failures in (0, 50)] == [2.0, 2.0]
     await house.watchers.close()
     await house.engine.stop()
+
+
+@given(st.floats(0.0, 1e7), st.floats(0.05, 60.0))
+def test_pauses_end_together(ends_s: float, interval_s: float) -> None:
+    """At one of four moments of an interval, and no more than an eighth of it away from when they should."""
+    chosen_s = in_step(ends_s, interval_s)
+    assert abs(chosen_s - ends_s) <= interval_s / 8 + 1e-6
+    assert chosen_s / interval_s * 4 == pytest.approx(round(chosen_s / interval_s * 4))
