@@ -98,15 +98,14 @@ class Ledger:
         slot = reservation.slot
         self._reach(slot)
         work = self._profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
-        backlog = self._settle(slot, now_s)
+        backlog = self._backlog(slot, now_s)
         if not self.pending.item(slot):
             self.since_s[slot] = now_s
         reservation.work, reservation.backlog, reservation.pending = work, backlog, True
         self.pending[slot] += 1.0
         self.pending_tokens[slot] += reservation.uncached_tokens
         self.pending_work[slot] += work
-        self.bucket[slot] = backlog + work
-        self._show_backlog(slot)
+        self._fill(slot, backlog + work, now_s)
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token came: its prefill is done, and tells of the endpoint's rate."""
@@ -258,22 +257,23 @@ class Ledger:
 
     def _done(self, reservation: Reservation, now_s: float) -> None:
         slot = reservation.slot
-        self._settle(slot, now_s)
+        backlog = self._backlog(slot, now_s)
         self.pending[slot] -= 1.0
         self.pending_tokens[slot] -= reservation.uncached_tokens
         self.pending_work[slot] -= reservation.work
         if not self.pending.item(slot):  # else rounding would add up over days
             self.pending_work[slot] = self.pending_tokens[slot] = 0.0
-        self.bucket[slot] = min(self.bucket[slot], self.pending_work[slot])
-        self._show_backlog(slot)
+        self._fill(slot, min(backlog, self.pending_work[slot]), now_s)
         reservation.pending = False
 
-    def _settle(self, slot: int, now_s: float) -> float:
-        """Let the bucket leak up to now."""
+    def _backlog(self, slot: int, now_s: float) -> float:
+        """What is left in the bucket by now."""
         left = self.bucket[slot] - self._pace.item(0, slot) * (now_s - self.bucket_at_s[slot])
-        backlog = min(max(left, 0.0), self.pending_work[slot])
-        self.bucket[slot], self.bucket_at_s[slot] = backlog, now_s
-        return backlog
+        return min(max(left, 0.0), self.pending_work[slot])
+
+    def _fill(self, slot: int, work: float, now_s: float) -> None:
+        self.bucket[slot], self.bucket_at_s[slot] = work, now_s
+        self._show_backlog(slot)
 
     def _reach_all(self, slots: Slots) -> None:
         if len(slots):

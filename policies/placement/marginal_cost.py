@@ -102,7 +102,7 @@ class MarginalCost:
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
-        matched, prompt = view.matched_tokens, view.request.input_tokens
+        matched, prompt = view.matched_tokens, float(view.request.input_tokens)
         answer, most_matched = view.ledger.answer_tokens(view.request), _greatest(matched)
         cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, prompt, answer, most_matched))
         if most_matched > _HELD_SHARE * prompt:

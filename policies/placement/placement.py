@@ -195,7 +195,8 @@ class Placement:
     def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
         blocks, tokens = self._blocks_of(request)
         reservation.blocks = blocks
-        reservation.side_by_side = request.choices / self.waves(request, reservation.slot, state)
+        if request.choices > 1:
+            reservation.side_by_side = request.choices / self.waves(request, reservation.slot, state)
         reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
@@ -236,8 +237,9 @@ class Placement:
         self.ledger.ended(reservation, now_s)
         self.index.release(reservation.slot, reservation.stay, reservation.blocks, now_s)
         reservation.blocks = ()
-        self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
-        reservation.class_name = None
+        if reservation.class_name is not None:
+            self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
+            reservation.class_name = None
 
     def failed(self, reservation: Reservation) -> None:
         """The endpoint did not take the request: it did not get the part of the prompt it lacked either.

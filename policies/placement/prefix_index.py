@@ -199,15 +199,18 @@ class PrefixIndex:
         """
         shelf = self._shelf(slot)
         in_use = _in_use(shelf, hashes)
-        parts = list[tuple[int, float]]()
+        parts, part, part_since_s = list[tuple[int, float]](), 0, None
         for block, block_tokens in zip(hashes[in_use:], tokens[in_use:], strict=True):
             since_s = shelf.idle.get(block)
+            if since_s != part_since_s:
+                if part_since_s is not None:
+                    parts.append((part, part_since_s))
+                part, part_since_s = 0, since_s
             if since_s is None:
                 break
-            if parts and parts[-1][1] == since_s:
-                parts[-1] = (parts[-1][0] + block_tokens, since_s)
-            else:
-                parts.append((block_tokens, since_s))
+            part += block_tokens
+        if part_since_s is not None:
+            parts.append((part, part_since_s))
         return sum(tokens[:in_use]), parts
 
     def resting_since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
