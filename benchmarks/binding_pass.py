@@ -53,7 +53,7 @@ _BUDGET_MS = 1.0
 _FORGOTTEN = 4
 """As many as a pass looks up."""
 _WARM_UP = 10
-_STAGES = ("survey", "_look_up", "_weigh", "_first", "choose")
+_STAGES = ("survey", "_look_up", "_price", "choose")
 _Stopwatch = dict[str, float]
 
 
