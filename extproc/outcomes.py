@@ -76,11 +76,10 @@ class Outcomes:
         if completion.address is not None and outcome in {"ok", "client_error"}:
             self._fleet.served(completion.address, completion.ttft_s if outcome == "ok" else None)
         self._metrics.completed(pool, outcome, completion.ttft_s, completion.duration_s)
-        if completion.usage is not None:
-            self._metrics.used_tokens(pool, "prompt", completion.usage.prompt_tokens)
-            self._metrics.used_tokens(pool, "cached", completion.usage.cached_tokens)
-            self._metrics.used_tokens(pool, "completion", completion.usage.completion_tokens)
-            self._metrics.compared(pool, *_compared(flight, completion.usage))
+        usage = completion.usage
+        if usage is not None:
+            self._metrics.used_tokens(pool, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            self._metrics.compared(pool, *_compared(flight, usage))
         if self._quotas is not None:
             self._quotas.settle(flight, outcome, completion)
         if self._breaking is not None:

@@ -292,10 +292,12 @@ class Metrics:
         if duration_s is not None:
             self._duration.of(pool).observe(duration_s)
 
-    def used_tokens(self, pool: str, kind: str, tokens: int | None) -> None:
-        """Tokens of one kind, as the engine's usage says."""
-        if tokens:
-            self._tokens.counts[pool, kind] += tokens
+    def used_tokens(self, pool: str, prompt: int, cached: int | None, completion: int) -> None:
+        """Tokens of one request, as the engine's usage says; what is none of a kind makes no series."""
+        counts = self._tokens.counts
+        for kind, tokens in (("prompt", prompt), ("cached", cached), ("completion", completion)):
+            if tokens:
+                counts[pool, kind] += tokens
 
     def compared(self, pool: str, predicted_tokens: float, found_tokens: int) -> None:
         """What was believed cached of one prompt, and what the engine found."""
