@@ -97,6 +97,7 @@ def _headers_message(body_bytes: int) -> bytes:
     for name, value in {**HEADERS, "content-length": str(body_bytes)}.items():
         header = message.request_headers.headers.headers.add()
         header.key, header.raw_value = name, value.encode()
+    message.metadata_context.SetInParent()
     message.protocol_config.request_body_mode = (
         message.protocol_config.DESCRIPTOR.fields_by_name["request_body_mode"]
         .enum_type.values_by_name["BUFFERED"]
@@ -108,4 +109,5 @@ def _headers_message(body_bytes: int) -> bytes:
 def _body_message(body: bytes) -> bytes:
     message = ext_proc.ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = body, True
+    message.metadata_context.SetInParent()
     return bytes(message.SerializeToString())

@@ -45,17 +45,16 @@ class Terms:
         written, and `waves` in how many turns all of them are. `retry`: whether it may be tried again.
         """
         streamed = request.stream and request.kind is not Kind.REALTIME
-        terms = streamed, self._step(request, context_tokens, tokens_per_s, waves), retry
+        step = _UNLIMITED
+        if self._limits is not None:
+            longest = longest_answer(request.kind, request.max_tokens, context_tokens)
+            if longest is not None:
+                step = self._limits.step(waves * longest, tokens_per_s)
+        terms = streamed, step, retry
         made = self._sets.get(terms)
         if made is None:
             made = self._sets[terms] = self._make(*terms)
         return made
-
-    def _step(self, request: InferenceRequest, context_tokens: float, tokens_per_s: float, waves: int) -> int:
-        if self._limits is None:
-            return _UNLIMITED
-        longest = longest_answer(request.kind, request.max_tokens, context_tokens)
-        return _UNLIMITED if longest is None else self._limits.step(waves * longest, tokens_per_s)
 
     def _make(self, streamed: bool, step: int, retry: bool) -> Headers:  # noqa: FBT001 - as in the key
         headers = self._retry_headers if retry else _NO_RETRY

@@ -117,8 +117,9 @@ _parse = ext_proc.ProcessingRequest.FromString
 def read(raw: bytes) -> Received:
     """Decode one ProcessingRequest. Raises Malformed."""
     if raw.startswith(_BODY_TAG):
-        frame, body = _whole_body_frame(len(raw))
-        if raw.startswith(frame) and raw.endswith(_END_OF_STREAM):
+        length = len(raw) - len(_NO_METADATA) if raw.endswith(_NO_METADATA) else len(raw)
+        frame, body = _whole_body_frame(length)
+        if raw.startswith(frame) and raw.endswith(_END_OF_STREAM, 0, length):
             return Received(Phase.REQUEST_BODY, body=raw[body], end_of_stream=True)
     elif raw.startswith(_HEADERS_TAG):
         plain = _plain_headers(raw)
@@ -213,11 +214,16 @@ def _modes_alone(rest: bytes) -> tuple[BodyMode, BodyMode] | None:
         message = _parse(rest)
     except Exception:  # noqa: BLE001 - as above; and whoever reads all of it says what is wrong
         return None
+    if message.metadata_context.ByteSize():
+        return None
+    message.ClearField("metadata_context")  # Envoy sends it also where there is nothing in it
     return _modes(message) if [field.name for field, _ in message.ListFields()] == ["protocol_config"] else None
 
 
 _BODY_TAG, _BYTES_TAG, _END_OF_STREAM = b"\x22", b"\x0a", b"\x10\x01"
 """ProcessingRequest.request_body; in it HttpBody.body and `end_of_stream: true`."""
+_NO_METADATA = b"\x42\x00"
+"""ProcessingRequest.metadata_context with nothing in it, with which Envoy ends every message."""
 
 
 @lru_cache(maxsize=4096)

@@ -152,7 +152,10 @@ class Exchange(msgspec.Struct, eq=False):
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner, wants_response = manner, message.wants_response
-        flight.hold_s = self._waits_for_s(manner)
+        if manner is Manner.STREAMED:
+            flight.hold_s = math.inf  # there Envoy has no limit to how long it waits for our answer
+        else:
+            flight.hold_s = self._decider.hold_s if self._hold_s is None else self._hold_s
         # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
         self._one_address = manner is not Manner.BUFFERED or wants_response
         # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end,
@@ -168,12 +171,6 @@ class Exchange(msgspec.Struct, eq=False):
         if manner is not Manner.BUFFERED:
             return []
         return [accept(flight.request_id, keep_response=wants_response)]
-
-    def _waits_for_s(self, manner: Manner) -> float:
-        """How long the gateway waits for our answer. Where bodies are streamed, Envoy has no limit to that."""
-        if manner is Manner.STREAMED:
-            return math.inf
-        return self._decider.hold_s if self._hold_s is None else self._hold_s
 
     def _on_body(self, message: Received) -> Sending:
         if self._endless:

@@ -124,31 +124,29 @@ def as_upb_reads(raw: bytes) -> tuple[object, object]:
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("metadata", [False, True])
 @pytest.mark.parametrize("end_of_stream", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 121, 122, 123, 124, 127, 128, 2_000, 16_376, 16_380, 3_000_000])
 def test_a_whole_body_is_read_by_hand(
     size: int,
     end_of_stream: bool,  # noqa: FBT001 - a case
+    metadata: bool,  # noqa: FBT001 - a case
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same as upb reads, and without it where it ends the stream, but for an empty one."""
-    raw = body_message(size, end_of_stream=end_of_stream)
-    by_hand, by_upb = as_upb_reads(raw)
-    assert by_hand == by_upb
-    monkeypatch.setattr(messages, "_parse", None)
-    assert not size or not end_of_stream or read(raw) == by_hand
-
-
-def body_message(size: int, *, end_of_stream: bool) -> bytes:
-    """A request body of so many bytes."""
     message = ext_proc.ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = b"\x0a" * size, end_of_stream
-    return message.SerializeToString()
+    if metadata:
+        message.metadata_context.SetInParent()
+    by_hand, by_upb = as_upb_reads(message.SerializeToString())
+    assert by_hand == by_upb
+    monkeypatch.setattr(messages, "_parse", None)
+    assert not size or not end_of_stream or read(message.SerializeToString()) == by_hand
 
 
 PARTS = (
     "22", "0a", "1001", "1000", "22030a0178", "22050a01781001", "8000", "1200", "05", "02", "00", "858000", "616263",
-    "ffffffff7f", "3801", "0a0178", "07",
+    "ffffffff7f", "3801", "0a0178", "07", "4200",
 )  # fmt: skip
 
 
@@ -162,6 +160,7 @@ def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int
 
 
 PLAIN = headers_message({":method": "POST", ":path": "/v1/models", "x-a": "1" * 90}, end_of_stream=True)
+PLAIN.metadata_context.SetInParent()
 
 
 def test_plain_request_headers_are_read_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
