@@ -191,3 +191,15 @@ def test_what_only_we_make_sense_of_is_not_shown() -> None:
     shown = state.snapshot(state.add("10.0.0.1:80"))
     assert {"waiting", "ttft_1m_s", "weight"} <= set(shown)
     assert not {name for name in shown if name.endswith(("_level", "_weight"))}
+
+
+def test_load_is_taken_from_the_columns_however_large_the_fleet_grows() -> None:
+    """Requests, their prompt tokens and the KV capacity of some slots; and outside, counts are whole numbers."""
+    state = FleetState(initial_slots=2)
+    slots = [state.add(f"10.0.0.{number}:80") for number in range(9)]
+    for slot in slots:
+        state.reserve(slot, prompt_tokens=100 + slot, uncached_tokens=7)
+        state.kv_capacity_tokens[slot] = 1_000 + slot
+    assert state.load(np.array([0, 8])).tolist() == [[1, 1], [100, 108], [1_000, 1_008]]
+    shown = state.snapshot(8)
+    assert [repr(shown[name]) for name in ("in_flight", "in_flight_prompt_tokens")] == ["1", "108"]
