@@ -224,6 +224,11 @@ class Stream:
 
     # -- for the connection
 
+    @property
+    def wants_more(self) -> bool:
+        """Its call has neither ended nor begun to."""
+        return self._finishing is None and not self.over
+
     def pump(self) -> None:
         """Send as much of what was kept back as the windows take, and the end once that is all."""
         connection = self._connection
@@ -256,29 +261,36 @@ class Stream:
         connection.drop(self._id)
 
     def take(self, data: bytes, begin: int, end: int) -> None:
-        """Some bytes of messages, cut anywhere; usually it is one message."""
-        size = end - begin - _PREFIX
-        if self._need < 0 and not self._parts and 0 <= size <= self._connection.limits.message_bytes:
+        """Some bytes of messages, cut anywhere; usually it is one message. Of a call that ends they are passed over."""
+        if self._need < 0 and not self._parts:
+            begin = self._take_whole(data, begin, end)
+        if begin < end and self._finishing is None:
+            self._gather(data[begin:end])
+
+    def _take_whole(self, data: bytes, begin: int, end: int) -> int:
+        """Hand on the messages that are whole. Returns where the first begins that is not, or wants a closer look."""
+        most = self._connection.limits.message_bytes
+        while end - begin >= _PREFIX and self._finishing is None:
             flag, length = _PREFIXED.unpack_from(data, begin)
-            if not flag and length == size:
-                self.call.message(data[begin + _PREFIX : end])
-                return
-        self._gather(data[begin:end])
+            after = begin + _PREFIX + length
+            if flag or after > end or length > most:
+                break
+            self.call.message(data[begin + _PREFIX : after])
+            begin = after
+        return begin
 
     def _gather(self, piece: bytes) -> None:
         self._parts.append(piece)
         self._have += len(piece)
-        while not self.over:
-            if self._need < 0:
-                if self._have < _PREFIX:
-                    return
-                self._read_prefix()
-            if self._have < self._need or self.over:
-                return
-            whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            message, rest = whole[: self._need], whole[self._need :]
-            self._parts, self._have, self._need = [rest] if rest else [], len(rest), -1
-            self.call.message(message)
+        if self._need < 0 and self._have >= _PREFIX:
+            self._read_prefix()
+        if self._have < self._need or self._need < 0 or self._finishing is not None:
+            return
+        whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        need = self._need
+        self._parts, self._have, self._need = [], 0, -1
+        self.call.message(whole[:need])
+        self.take(whole, need, len(whole))
 
     def _read_prefix(self) -> None:
         whole = b"".join(self._parts)
@@ -288,6 +300,33 @@ class Stream:
         elif self._need > self._connection.limits.message_bytes:
             self.finish(GrpcStatus.RESOURCE_EXHAUSTED, f"a message of {self._need} bytes is too large")
         self._parts, self._have = [whole[_PREFIX:]], len(whole) - _PREFIX
+
+    def close(self) -> None:
+        """It is over. What it held goes now: a call and its stream refer to each other, and a body may be 32 MiB.
+
+        The collector would find the two in the end; but it is told to wait, since requests make no such cycles.
+        """
+        call, self.call = self.call, _GONE
+        self.over = True
+        self._parts, self._have = [], 0
+        self._unsent.clear()
+        call.closed()
+
+
+class _Gone:
+    """Whose stream is over."""
+
+    def message(self, raw: bytes) -> None:
+        """Too late."""
+
+    def ended(self) -> None:
+        """As well."""
+
+    def closed(self) -> None:
+        """It is."""
+
+
+_GONE = _Gone()
 
 
 class Connection:
@@ -412,9 +451,9 @@ class Connection:
         self._is_due = True
 
     def put_late(self, frame: bytes) -> None:
-        """Write this with whatever is written next; at once if that may be nothing."""
+        """Write this with whatever is written next; at once if that may be nothing, or if nobody would see it wait."""
         self._output.append(frame)
-        self._is_due |= self._going_away
+        self._is_due |= self._going_away or not self._reading
 
     def flush(self) -> None:
         """Write at once what was put, unless we are in the middle of reading: then all of it leaves afterwards."""
@@ -433,8 +472,7 @@ class Connection:
         if self.blocked:
             self.blocked.pop(stream_id, None)
         if stream is not None:
-            stream.over = True
-            stream.call.closed()
+            stream.close()
 
     # -- frames
 
@@ -492,7 +530,7 @@ class Connection:
             begin, end = _unpadded(data, begin, end)
         if end > begin:
             stream.take(data, begin, end)
-        if stream.receive_window < self._low_window and not stream.over:
+        if stream.receive_window < self._low_window and stream.wants_more:
             self.put(_frame(Frame.WINDOW_UPDATE, 0, stream_id, _UINT.pack(self._window - stream.receive_window)))
             stream.receive_window = self._window
         if flags & _END_STREAM:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import struct
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -240,6 +243,89 @@ def test_an_end_that_somebody_may_wait_for_is_written_at_once(why: str) -> None:
     client.h2.end_stream(stream)
     server.connection.receive(client.h2.data_to_send())
     assert (server.writes, server.connection.owes_ends) == (before + 1, False)
+
+
+def test_the_end_of_a_call_that_was_decided_later_is_written_at_once() -> None:
+    """Not by the read that somebody looks after: between two of them."""
+    server = Server()
+    client = Client(server)
+    stream = client.call(b"one", end=False)
+    client.exchange()
+    call = server.calls[0]
+    call.ended = lambda: None  # type: ignore[method-assign] # its decision is pending
+    client.h2.end_stream(stream)
+    server.connection.receive(client.h2.data_to_send())
+    assert server.connection.open_streams == 1
+    before = server.writes
+    call.stream.finish()
+    assert (server.writes, server.connection.owes_ends) == (before + 1, False)
+    assert server.connection.open_streams == 0
+
+
+@pytest.mark.parametrize("how", ["reset", "lost", "finished"])
+def test_what_a_stream_held_goes_with_it(how: str) -> None:
+    """Half a message and its call, without the collector: else whoever leaves in time fills our memory."""
+    server = Server(Limits(30_000_000))
+    client = Client(server)
+    stream = client.call(b"one", end=False)
+    client.exchange()
+    client.send(stream, b"\0" + (20_000_000).to_bytes(4, "big") + b"x" * 60_000)
+    client.exchange()
+    call = server.calls.pop()
+    seen = weakref.ref(call)
+    gc.collect()
+    gc.disable()
+    try:
+        if how == "reset":
+            client.h2.reset_stream(stream)
+            client.exchange()
+        elif how == "lost":
+            server.connection.lost()
+        else:
+            call.stream.finish()
+        del call
+        assert seen() is None
+        assert not [one for one in gc.get_objects() if isinstance(one, Stream)]
+    finally:
+        gc.enable()
+
+
+def test_many_messages_in_one_frame_take_time_in_proportion() -> None:
+    """Four times as many: about four times the CPU, and not sixteen. The first is cut, the others come in one piece."""
+    assert _cost_of_messages(8_000) / _cost_of_messages(2_000) < 9
+
+
+def _cost_of_messages(count: int) -> float:
+    """Of reading so many in one frame; the least of three."""
+    costs = []
+    for _ in range(3):
+        server = Server(Limits(10_000_000), answer=lambda _: [])
+        client = Client(server)
+        stream = client.call(end=False)
+        client.exchange()
+        messages = [bytes([number % 256]) * 500 for number in range(count)]
+        data = b"".join(map(grpc, messages))
+        server.connection.receive(frame(Frame.DATA, 0, stream, data[:300]))
+        rest = frame(Frame.DATA, 0, stream, data[300:])
+        began = time.thread_time()
+        server.connection.receive(rest)
+        costs.append(time.thread_time() - began)
+        assert server.calls[0].messages == messages
+    return min(costs)
+
+
+@pytest.mark.parametrize("begins", [b"\0\xff\xff\xff\xff", b"\x01\0\0\0\x09"])
+def test_a_call_that_is_refused_and_cannot_be_told_yet_gathers_nothing(begins: bytes) -> None:
+    """A client that opens no window for the answer may go on sending; it is passed over, and no window is opened."""
+    server = Server()
+    client = Client(server, INITIAL_WINDOW_SIZE=0)
+    stream = client.call(b"one", end=False)
+    client.exchange()
+    for piece in (begins + b"rest", *[b"y" * 16_000] * 3):
+        server.connection.receive(frame(Frame.DATA, 0, stream, piece))
+    assert server.calls[0].messages == [b"one"]
+    assert sum(map(len, server.calls[0].stream._parts)) < 100
+    assert server.connection.failed is None
 
 
 @pytest.mark.parametrize("seed", range(SESSIONS))
