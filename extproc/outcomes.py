@@ -137,6 +137,8 @@ def outcome_of(completion: Completion) -> str:
         return "endpoint_failed"
     if completion.timed_out:
         return "timed_out"
+    if completion.status >= 500:
+        return "gateway_failed"
     if completion.status >= 400:
         return "client_error"
     return "ok" if completion.status else "no_answer"

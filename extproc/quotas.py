@@ -26,7 +26,7 @@ _REASONS = {
     Quota.CONCURRENCY: (Reason.QUOTA_CONCURRENCY, "rate_limit_error", "as many requests at once as it may have"),
     Quota.BUDGET: (Reason.QUOTA_BUDGET, "insufficient_quota", "used up its budget of tokens"),
 }
-_UNDONE = frozenset({"endpoint_failed", "no_known_address", "no_answer"})
+_UNDONE = frozenset({"endpoint_failed", "gateway_failed", "no_known_address", "no_answer"})
 """Outcomes that are not the client's making; if he had nothing of an answer either, they cost nothing."""
 _SERVER_ERROR = 500
 _OTHERS = ""

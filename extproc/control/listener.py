@@ -50,6 +50,7 @@ _FORWARDED = (
     "x-llm-d-slo-ttft-ms",
 )
 _FORWARDED_PREFIXES = ("x-pointsman-", "x-gateway-")
+_MOST_HEADERS = 130
 
 
 def listeners(config: Config) -> list[envoy.Listener]:
@@ -159,6 +160,8 @@ def http_settings(config: Config) -> envoy.HttpConnectionManager:
             envoy.HttpConnectionManager.UpgradeConfig(upgrade_type="websocket", filters=_upgrade_filters(config))
         ],
     )
+    # 100 by default, and what we and Envoy add counts as well: a client with 90 of its own got a 500
+    manager.common_http_protocol_options.max_headers_count.value = _MOST_HEADERS
     _set_timeouts(manager, config)
     _set_path_rules(manager)
     return manager

@@ -580,7 +580,8 @@ def _failure(common: accesslog_pb2.AccessLogCommon, flags: tuple[str, ...], stat
         return None
     if failed is not None:
         return failed
-    return f"status_{status}" if status >= 500 else None
+    # without an address it is the gateway's own answer, to a request that no endpoint has seen
+    return f"status_{status}" if status >= 500 and common.HasField("upstream_remote_address") else None
 
 
 def _was_asked(common: accesslog_pb2.AccessLogCommon) -> bool:

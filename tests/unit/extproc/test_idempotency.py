@@ -96,7 +96,8 @@ def test_a_second_request_is_told_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", ["endpoint_failed", "client_gone", "client_error", "timed_out", "no_known_address", "no_answer"]
+    "outcome",
+    ["endpoint_failed", "client_gone", "client_error", "timed_out", "no_known_address", "gateway_failed", "no_answer"],
 )
 def test_after_anything_but_an_answer_the_key_is_free(outcome: str) -> None:
     """So that a retry is safe and not in vain."""

@@ -107,6 +107,7 @@ class House:
         ),
         ({"status": 200, "flags": ("upstream_request_timeout",)}, "timed_out"),
         ({"status": 200, "flags": ("stream_idle_timeout",)}, "timed_out"),
+        ({"status": 500, "address": None}, "gateway_failed"),
         ({"status": 0}, "no_answer"),
     ],
 )

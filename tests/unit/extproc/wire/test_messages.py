@@ -542,6 +542,14 @@ def test_a_server_error_is_the_endpoints_failure(kind: int, status: int, failed:
     assert told.failed == failed
 
 
+def test_the_gateways_own_error_is_no_endpoints_failure() -> None:
+    """It has not asked any: too many headers, say, once ours are among them."""
+    entry = entry_of(DOWNSTREAM_END, status=500)
+    entry.common_properties.ClearField("upstream_remote_address")
+    [told] = logged(entry)
+    assert (told.address, told.failed) == (None, None)
+
+
 def test_an_attempt_that_starts_says_where() -> None:
     """Even one that will fail: whether it does is told at its end."""
     assert logged(entry_of(POOL_READY, status=None)) == [Attempt(ID, "10.0.0.1:8000", None)]
