@@ -97,7 +97,7 @@ class Completion(msgspec.Struct, frozen=True):
     first.
 
     `flags` are Envoy's response flags by name, `status` 0 when no response headers were sent. `failed` says how the
-    endpoint failed the request, if it did.
+    endpoint failed the request, if it did. `odd` names a figure that nobody can mean, and that is left out.
     """
 
     request_id: str
@@ -114,6 +114,7 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage | None = None
     path: str = ""
     upstream_s: float | None = None
+    odd: str = ""
 
     @property
     def client_left(self) -> bool:

@@ -96,7 +96,10 @@ class RunFolder:
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"pointsman-{os.getpid()}-", dir=_parent()))
+        parent, usual = _parent(), tempfile.gettempdir()
+        if parent != Path(usual):
+            log.info("too deep for sockets", folder=usual, instead=str(parent))
+        self.path = Path(tempfile.mkdtemp(prefix=f"pointsman-{os.getpid()}-", dir=parent))
         self._lock = _lock(self.path)
 
     def remove(self) -> None:

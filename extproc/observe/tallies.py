@@ -8,7 +8,6 @@ made meanwhile in another thread is a request behind, at worst.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -33,19 +32,38 @@ class Tally(Collector):
         yield family
 
 
+class _Series(dict[tuple[str, ...], float]):
+    """Counts by the values of labels, from 0 on; found by one of these values as well, since whole fleets may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._having: dict[tuple[int, str], set[tuple[str, ...]]] = {}
+
+    def __missing__(self, values: tuple[str, ...]) -> float:
+        for place in enumerate(values):
+            self._having.setdefault(place, set()).add(values)
+        self[values] = 0
+        return 0
+
+    def drop(self, position: int, value: str) -> None:
+        """Drop those that have this value there."""
+        for values in self._having.pop((position, value), ()):
+            del self[values]
+            for place in enumerate(values):
+                self._having.get(place, set()).discard(values)
+
+
 class Counts(Collector):
     """One counter by labels whose values come and go: with pools, say. `counts`: by these values."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self.counts: defaultdict[tuple[str, ...], float] = defaultdict(int)
+        self.counts = _Series()
 
     def drop(self, label: str, value: str) -> None:
         """Drop every series with this value."""
         if label in self._labels:
-            position = self._labels.index(label)
-            for values in [values for values in self.counts if values[position] == value]:
-                del self.counts[values]
+            self.counts.drop(self._labels.index(label), value)
 
     def collect(self) -> Iterable[Metric]:
         """What has been counted."""

@@ -41,10 +41,17 @@ _ENDS = [block.stop for block in _BLOCKS]
 _hash = xxhash.xxh3_64_intdigest
 
 
-@lru_cache(maxsize=1024)
 def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
     """The chain's first seed: prompts under another model, adapter or salt share nothing."""
-    return _hash("\0".join((model, adapter or "", cache_salt or "")).encode("utf-8", "surrogatepass"))
+    if not cache_salt:
+        return _seed_without_salt(model, adapter)
+    # kept nowhere: it may be a secret, and as long as a body may be
+    return _hash("\0".join((model, adapter or "", cache_salt)).encode("utf-8", "surrogatepass"))
+
+
+@lru_cache(maxsize=1024)
+def _seed_without_salt(model: str, adapter: str | None) -> int:
+    return _hash("\0".join((model, adapter or "", "")).encode("utf-8", "surrogatepass"))
 
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:

@@ -34,9 +34,10 @@ which nobody else's are read.
 """
 _LONGEST_SPREAD_S = 1.0
 """Endpoints found together begin within this: 256 pages at the same moment would make all of them late."""
-_STEPS = 4
+_STEPS, _TOGETHER = 4, 16
 """So many times in an interval endpoints are asked, each time a part of them: waking up, here and where the reports go,
-costs more than a page does. It also keeps the interval from growing by the time that an answer takes."""
+costs more than a page does. It also keeps the interval from growing by the time that an answer takes. More times where
+more than so many would be asked together, for whom the pages of all would be one long turn."""
 _MOST_DOUBLINGS = 10
 
 _CHECK_S = 5.0
@@ -61,12 +62,15 @@ class Watchers:
             if targets.get(address) != watcher.target:
                 self._watchers.pop(address).cancel()
             watcher.pace = wanted.pace
+        steps = max(_STEPS, len(targets) // _TOGETHER)
         new = [target for address, target in targets.items() if address not in self._watchers]
         spread_s = min(wanted.pace.scrape_interval_ms / 1000, _LONGEST_SPREAD_S)
         for position, target in enumerate(new):
             watcher = Watcher(target, wanted.pace, self._client(), self._ears, self._report)
             self._watchers[target.address] = watcher
             watcher.start(spread_s * position / len(new))
+        for watcher in self._watchers.values():
+            watcher.steps = steps
 
     def probe_now(self, address: str) -> None:
         """Ask this one at once."""
@@ -101,6 +105,7 @@ class Watcher:
     def __init__(self, target: Target, pace: Pace, client: aiohttp.ClientSession, ears: Ears, report: Report) -> None:
         self.target = target
         self.pace = pace
+        self.steps = _STEPS
         self._address = target.address
         self._base = f"http://{target.address}"
         self._metrics_url = f"http://{target.metrics}" if target.metrics else self._base + "/metrics"
@@ -219,7 +224,7 @@ class Watcher:
         self._failed_scrapes = 0 if figures is not None else self._failed_scrapes + 1
         with contextlib.suppress(TimeoutError):
             ends_s = asyncio.get_running_loop().time() + self._pause_s(self._failed_scrapes)
-            async with asyncio.timeout_at(in_step(ends_s, self.pace.scrape_interval_ms / 1000)):
+            async with asyncio.timeout_at(in_step(ends_s, self.pace.scrape_interval_ms / 1000, self.steps)):
                 await self._scrape_now.wait()
 
     def _pause_s(self, failures: int) -> float:
@@ -268,9 +273,9 @@ class Watcher:
             return page
 
 
-def in_step(ends_s: float, interval_s: float) -> float:
-    """When a pause ends that should end about then, together with others': within an eighth of the interval."""
-    step_s = interval_s / _STEPS
+def in_step(ends_s: float, interval_s: float, steps: int = _STEPS) -> float:
+    """When a pause ends that should end about then, with others': within half of one of so many steps per interval."""
+    step_s = interval_s / steps
     return round(ends_s / step_s) * step_s
 
 

@@ -82,6 +82,9 @@ class AccessLog:
             log.warning("malformed access-log entry", error=str(entry))
 
     def _join(self, entry: Completion) -> None:
+        if entry.odd:
+            self._events.malformed("access_log")
+            log.warning("a figure nobody can mean", figure=entry.odd, endpoint=entry.address)
         if "no_healthy_upstream" in entry.flags:
             self._events.no_known_address()
         if self._flights.on_completion(entry):

@@ -76,7 +76,8 @@ class Ledger:
         self.rate_work: list[float] = []
         self.rate_time_s: list[float] = []
         self.since_s: list[float] = []
-        self.profile = profile or Profile()
+        self._profile = profile or Profile()
+        self._expect_answers()
         self._grow(16)
 
     @property
@@ -86,6 +87,8 @@ class Ledger:
 
     @profile.setter
     def profile(self, profile: Profile) -> None:
+        if profile == self._profile:
+            return
         self._profile = profile
         self._expect_answers()
         for slot in range(self._size):

@@ -71,7 +71,7 @@ Each: TypeAlias = float | Floats
 
 @dataclass(frozen=True, slots=True)
 class _Asks:
-    """What is asked for: by one request, of shape (n,), or by w at once, of shape (w, n).
+    """What is asked for: by one request, its figures and (n,) matched tokens, or by w at once, (w, 1) and (w, n).
 
     `shortest_prompt`, `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most
     terms that there is nothing to calculate.

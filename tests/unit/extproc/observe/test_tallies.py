@@ -55,6 +55,14 @@ def test_series_come_and_go_as_a_counters() -> None:
     counts.drop("endpoint", "a")
     counter.remove("b", "bad")
     assert lines(ours) == lines(theirs)
+    counts.drop("pool", "b")
+    counts.drop("pool", "b")
+    counter.remove("b", "good")
+    counts.counts["b", "bad"] += 2
+    counter.labels("b", "bad").inc(2)
+    assert lines(ours) == lines(theirs)
+    counts.drop("kind", "bad")
+    assert list(counts.counts) == [("a", "good")]
 
 
 def test_a_histogram_goes_with_its_label() -> None:

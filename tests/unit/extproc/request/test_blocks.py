@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -179,3 +180,11 @@ def test_a_million_image_marks_are_one_walk() -> None:
     _, ends = block_hashes(prompt, 0)
     assert len(images) == 420_000
     assert sum(block_tokens(ends, len(prompt), 420_000 * 2, images, 2)) <= 420_000 * 2
+
+
+def test_a_salt_is_kept_nowhere() -> None:
+    """It may be a secret, and is as long as its sender likes."""
+    salt = "secret" * 1_000
+    before = sys.getrefcount(salt)
+    assert seed_of("m", None, salt) == seed_of("m", None, salt) != SEED
+    assert sys.getrefcount(salt) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -485,3 +486,13 @@ def test_pauses_end_together(ends_s: float, interval_s: float) -> None:
     chosen_s = in_step(ends_s, interval_s)
     assert abs(chosen_s - ends_s) <= interval_s / 8 + 1e-6
     assert chosen_s / interval_s * 4 == pytest.approx(round(chosen_s / interval_s * 4))
+
+
+async def test_no_more_than_a_few_pauses_end_together() -> None:
+    """A large fleet has more moments, or the pages of hundreds would be one long turn of the loop."""
+    watchers = Watchers(lambda _: None)
+    watchers.watch(Watch([Target(f"127.0.0.1:{port}") for port in range(1, 1_025)], pace_of(config(), 1)))
+    assert {watcher.steps for watcher in watchers._watchers.values()} == {64}
+    await watchers.close()
+    ends = Counter(in_step(0.2 * number / 1_024, 0.2, 64) for number in range(1_024))
+    assert max(ends.values()) <= 17

@@ -199,6 +199,18 @@ def test_garbage_is_counted_and_survived() -> None:
     assert len(house.events.ends) == 1
 
 
+def test_a_figure_nobody_can_mean_is_counted_and_the_entry_taken() -> None:
+    """The rest of it is as good as any."""
+    house = House()
+    flight = house.start()
+    flight.close()
+    odd = entry(DOWNSTREAM_END, flight.request_id)
+    odd.common_properties.custom_tags["ttft_us"] = "9" * 30
+    house.log.receive(message(odd))
+    assert house.events.entries == [("request", "joined")]
+    assert house.events.malformed_services == ["access_log"]
+
+
 def test_an_entry_that_cannot_be_read_leaves_the_others() -> None:
     """It is counted as malformed, the next one is joined."""
     house = House()

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from extproc.flight import Attempt, Completion, Usage
+from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
+from extproc.names import DESTINATION_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
 from extproc.reply import Answer, Route
 from extproc.request.splice import Splice
 from extproc.wire import messages
@@ -24,6 +25,7 @@ from extproc.wire.messages import (
     BodyMode,
     Malformed,
     Phase,
+    _length_that_fills,
     accept,
     read,
     read_access_log,
@@ -438,6 +440,21 @@ def test_a_time_to_first_token_that_is_no_count_is_none(tag: str) -> None:
     assert completion.ttft_s is None
 
 
+def test_absurd_figures_are_left_out_and_named() -> None:
+    """An engine's usage of 2^64 tokens would teach a pool for days, a time of centuries would be the mean."""
+    entry = entry_of(DOWNSTREAM_END)
+    entry.common_properties.custom_tags["ttft_us"] = "9" * 300
+    [late] = logged(entry)
+    usage = entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"]
+    usage.value = bytes.fromhex("1a02081e220b08ffffffffffffffffff01")
+    entry.common_properties.custom_tags["ttft_us"] = "125000"
+    [many] = logged(entry)
+    assert isinstance(late, Completion)
+    assert isinstance(many, Completion)
+    assert (late.ttft_s, late.odd) == (None, "ttft")
+    assert (many.ttft_s, many.usage, many.odd) == (0.125, None, "usage")
+
+
 USAGE = bytes.fromhex("0801120373696d1a02081e220208082a02082632040a020810420208264801")
 """A TokenUsage as Envoy 1.40 wrote it: 30 prompt tokens, 16 of them cached, 8 completion tokens."""
 
@@ -679,3 +696,25 @@ def test_claims_of_another_filter_are_none() -> None:
     """Only what Envoy's JWT filter wrote under our name has been verified for us."""
     assert read(_with_claims({"tenant": "acme"}, namespace="somebody.else")).claims is None
     assert read(_with_claims({})).claims == {}
+
+
+@pytest.mark.parametrize("space", [129, 16_386, 2_097_155, (1 << 28) + 4])
+def test_a_space_that_no_length_fills_is_seen_at_once(space: int) -> None:
+    """To say a byte more there would take a byte more; whoever tried all lengths would stop the loop for seconds."""
+    assert _length_that_fills(space) == b""
+    assert all(_length_that_fills(space + more) for more in (-1, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 40, 65, 127, 128, 200, 300, 383, 384, 391, 511, 600])
+def test_a_route_reads_the_same_however_long_its_addresses(size: int) -> None:
+    """What stands around them is kept by their length, and cut out at no byte of a length."""
+    first, rest = "1" * max(2, size // 2), "2" * max(2, size)
+    route = Route("pool_chat", (first, rest), "0" * 2 * REQUEST_ID_BYTES, "sim")
+    message = ext_proc.ProcessingResponse.FromString(render_route(route, Phase.REQUEST_BODY, b""))
+    said = {
+        one.header.key: one.header.raw_value.decode()
+        for one in message.request_body.response.header_mutation.set_headers
+    }
+    assert said[FIRST_CHOICE_HEADER] == first
+    assert said[DESTINATION_HEADER] == f"{first},{rest}"
+    assert said[REQUEST_ID_HEADER] == route.request_id
