@@ -123,7 +123,9 @@ class Placement:
         length: int = 3,
         room: Mask | None = None,
     ) -> Decision | Unplaceable:
-        """Up to `length` endpoints, best first. Takes nothing; only verdicts of filters are kept. Raises BadScore where the policy's scores are none.
+        """Up to `length` endpoints, best first. Takes nothing; only filters' verdicts are kept.
+
+        Raises BadScore where the policy's scores are none.
 
         `room`: by slot, who may be first; the others only follow, for retries.
         """
