@@ -125,9 +125,8 @@ class Placement:
     ) -> Decision | Unplaceable:
         """Up to `length` endpoints, best first. Takes nothing; only filters' verdicts are kept.
 
-        Raises BadScore where the policy's scores are none.
-
-        `room`: by slot, who may be first; the others only follow, for retries.
+        `room`: by slot, who may be first; the others only follow, for retries. Raises BadScore where the policy's
+        scores are none.
         """
         view, filtered = self.filter(self.view(request, state, now_s, rng))
         crowded = None
