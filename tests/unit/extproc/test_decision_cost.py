@@ -63,7 +63,7 @@ def ratio_to_fixed_work(scene: Scene, pairs: int = 60) -> float:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "body_bytes", "most"), [(16, 2_000, 16_500), (1_024, 2_000, 16_500), (16, 60_000, 52_000)]
+    ("endpoints", "body_bytes", "most"), [(16, 2_000, 9_500), (1_024, 2_000, 10_200), (16, 60_000, 30_000)]
 )
 def test_a_request_takes_no_more_bytecodes_than_ever(endpoints: int, body_bytes: int, most: int) -> None:
     """Half as many again as when this was written; more means that something is done twice, or in a new loop."""
@@ -71,10 +71,10 @@ def test_a_request_takes_no_more_bytecodes_than_ever(endpoints: int, body_bytes:
 
 
 @pytest.mark.parametrize(
-    ("endpoints", "body_bytes", "most"), [(16, 2_000, 26.0), (1_024, 2_000, 36.0), (16, 480_000, 125.0)]
+    ("endpoints", "body_bytes", "most"), [(16, 2_000, 14.0), (1_024, 2_000, 21.0), (16, 480_000, 56.0)]
 )
 def test_a_request_takes_no_more_time_than_ever(endpoints: int, body_bytes: int, most: float) -> None:
-    """Less than twice what it took when this was written, measured against work that never changes."""
+    """Twice what it took when this was written, measured against work that never changes."""
     assert ratio_to_fixed_work(warm(endpoints, body_bytes)) <= most
 
 
@@ -84,4 +84,4 @@ def test_the_guard_sees_what_costs_twice() -> None:
     bytecodes, ratio, once = bytecodes_of(scene), ratio_to_fixed_work(scene), scene.request
     scene.request = lambda: (once(), once())  # type: ignore[method-assign]
     assert bytecodes_of(scene) > 1.65 * bytecodes
-    assert ratio_to_fixed_work(scene) > 1.5 * ratio
+    assert ratio_to_fixed_work(scene) > 1.3 * ratio  # of two measurements, on a machine that may be busy
