@@ -36,7 +36,6 @@ REQUEST_ID_BYTES = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
 _IDS_AT_ONCE = 256
 
-
 LONGEST_PATH = 200
 """Characters of a path that are remembered."""
 
@@ -285,7 +284,7 @@ class Flights:
     @property
     def full(self) -> bool:
         """No further request may be taken."""
-        return self.opened - self.ended > self.max_open
+        return self.open_count > self.max_open
 
     def open(self) -> Flight:
         """A stream opened."""

@@ -23,7 +23,18 @@ from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy, Pricing
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.view import View
-from policies.types import Choice, Decision, Fallback, Filtered, Floats, InferenceRequest, Mask, Reservation, Slots
+from policies.types import (
+    Choice,
+    Decision,
+    Fallback,
+    Filtered,
+    Floats,
+    InferenceRequest,
+    Mask,
+    Ranking,
+    Reservation,
+    Slots,
+)
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
@@ -139,14 +150,18 @@ class Placement:
         ranking = policy.rank(view, length)
         if crowded is not None and len(crowded.slots) and len(ranking.order) < length:
             ranking.order = [*ranking.order, *policy.rank(crowded, length - len(ranking.order)).order]
-        first = int(view.slots.searchsorted(ranking.order[0]))
-        addresses = state.addresses
+        return self._decision(view, policy.name, ranking, filtered)
+
+    def _decision(self, view: View, policy: str, ranking: Ranking, filtered: Filtered) -> Decision:
+        """The ranking with all that explains it."""
+        request, addresses, best = view.request, view.state.addresses, ranking.order[0]
+        first = int(view.slots.searchsorted(best))
         if not math.isfinite(ranking.scores[first]):
-            told = f"{addresses[ranking.order[0]]} with a score of {ranking.scores[first]}"
-            raise BadScore(f"policy {policy.name!r} ranks {told}; scores must be finite")
+            told = f"{addresses[best]} with a score of {ranking.scores[first]}"
+            raise BadScore(f"policy {policy!r} ranks {told}; scores must be finite")
         return Decision(
             pool=self.pool,
-            policy=policy.name,
+            policy=policy,
             choice=_choice(view.matched_tokens, first),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
@@ -155,7 +170,7 @@ class Placement:
             ranking=ranking,
             filtered=filtered,
             slot_addresses=addresses,
-            fallbacks=_fallbacks(view, ranking.order[0]),
+            fallbacks=_fallbacks(view, best),
             precise=request.precise is not None,
         )
 
