@@ -34,6 +34,8 @@ _LARGEST_FRAME: Final = 2**24 - 1
 _DEFAULT_FRAME: Final = 16_384
 _REPLENISH_AFTER: Final = _DEFAULT_FRAME * 1024
 """Bytes received until the connection's window is opened again; it is far larger."""
+_VIEWED: Final = 4_096
+"""Smaller pieces of messages are copied: a view of one holds all that came with it."""
 _PREFIXED = struct.Struct(">BI")
 _PREFIX: Final = 5
 """gRPC's before each message: a flag and four bytes of length."""
@@ -166,6 +168,7 @@ class Stream:
         "_id",
         "_need",
         "_parts",
+        "_prefix",
         "_unsent",
         "call",
         "half_closed",
@@ -178,8 +181,9 @@ class Stream:
         self._connection = connection
         self._id = stream_id
         self.call: Call
-        # What comes: the parts of a message that is not whole yet, without its prefix once that is read
-        self._parts: list[bytes] = []
+        # What comes: a message that is not whole yet, and before that its prefix
+        self._prefix = b""
+        self._parts: list[bytes | memoryview] = []
         self._have = 0
         self._need = -1
         self.receive_window = receive_window
@@ -262,10 +266,11 @@ class Stream:
 
     def take(self, data: bytes, begin: int, end: int) -> None:
         """Some bytes of messages, cut anywhere; usually it is one message. Of a call that ends they are passed over."""
-        if self._need < 0 and not self._parts:
-            begin = self._take_whole(data, begin, end)
-        if begin < end and self._finishing is None:
-            self._gather(data[begin:end])
+        while begin < end and self._finishing is None:
+            if self._need < 0 and not self._prefix:
+                begin = self._take_whole(data, begin, end)
+            if begin < end:
+                begin = self._gather(data, begin, end)
 
     def _take_whole(self, data: bytes, begin: int, end: int) -> int:
         """Hand on the messages that are whole. Returns where the first begins that is not, or wants a closer look."""
@@ -279,27 +284,35 @@ class Stream:
             begin = after
         return begin
 
-    def _gather(self, piece: bytes) -> None:
-        self._parts.append(piece)
-        self._have += len(piece)
-        if self._need < 0 and self._have >= _PREFIX:
-            self._read_prefix()
-        if self._have < self._need or self._need < 0 or self._finishing is not None:
-            return
-        whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        need = self._need
-        self._parts, self._have, self._need = [], 0, -1
-        self.call.message(whole[:need])
-        self.take(whole, need, len(whole))
+    def _gather(self, data: bytes, begin: int, end: int) -> int:
+        """Keep what there is of one message, and hand it on if that is all. Returns where it ends."""
+        if self._need < 0:
+            begin = self._read_prefix(data, begin, end)
+            if self._need < 0:
+                return end
+        after = min(end, begin + self._need - self._have)
+        self._parts.append(memoryview(data)[begin:after] if after - begin >= _VIEWED else data[begin:after])
+        self._have += after - begin
+        if self._have == self._need:
+            whole = b"".join(self._parts)
+            self._parts, self._have, self._need = [], 0, -1
+            self.call.message(whole)
+        return after
 
-    def _read_prefix(self) -> None:
-        whole = b"".join(self._parts)
-        self._need = int.from_bytes(whole[1:_PREFIX], "big")
-        if whole[0]:
+    def _read_prefix(self, data: bytes, begin: int, end: int) -> int:
+        """Learn how long the message is, once that is all here. Returns where it begins."""
+        after = min(end, begin + _PREFIX - len(self._prefix))
+        self._prefix += data[begin:after]
+        if len(self._prefix) < _PREFIX:
+            return after
+        (flag, length), self._prefix = _PREFIXED.unpack(self._prefix), b""
+        if flag:
             self.finish(GrpcStatus.UNIMPLEMENTED, "compressed messages are not understood")
-        elif self._need > self._connection.limits.message_bytes:
-            self.finish(GrpcStatus.RESOURCE_EXHAUSTED, f"a message of {self._need} bytes is too large")
-        self._parts, self._have = [whole[_PREFIX:]], len(whole) - _PREFIX
+        elif length > self._connection.limits.message_bytes:
+            self.finish(GrpcStatus.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
+        else:
+            self._need = length
+        return after
 
     def close(self) -> None:
         """It is over. What it held goes now: a call and its stream refer to each other, and a body may be 32 MiB.
@@ -406,17 +419,13 @@ class Connection:
         """Take what came."""
         if self.failed is not None:
             return
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed:
-                return
-            data = bytes(self._rest)
-            self._rest.clear()
         self._reading, self._control_frames = True, 0
         try:
-            used = self._read(data)
-            if used < len(data):
-                self._rest += memoryview(data)[used:]
+            at = self._complete(data) if self._rest else 0
+            if not self._rest:
+                at = self._read(data, at)
+                if at < len(data):
+                    self._rest += data[at:]
         except Violation as violation:
             self._fail(violation)
         finally:
@@ -476,9 +485,24 @@ class Connection:
 
     # -- frames
 
-    def _read(self, data: bytes) -> int:
-        """Read all whole frames. Returns how many bytes they are."""
-        at, size = 0 if self._greeted else self._read_preface(data), len(data)
+    def _complete(self, data: bytes) -> int:
+        """Read the frame that was cut, with what it lacked alone: the rest may be large. Returns where that begins."""
+        at = 0
+        while self._rest:
+            lacking = self._needed - len(self._rest)
+            self._rest += data[at : at + lacking]
+            at += lacking
+            if at > len(data):
+                break
+            if self._read(bytes(self._rest)):  # else that was its header alone
+                self._rest.clear()
+        return at
+
+    def _read(self, data: bytes, at: int = 0) -> int:
+        """Read all whole frames from there on. Returns where the first begins that is not whole."""
+        if not self._greeted:
+            at = self._read_preface(data)
+        size = len(data)
         if not self._greeted:
             return 0
         while size - at >= _HEADER_BYTES:
