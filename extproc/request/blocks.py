@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import sub
+from typing import cast
 
+import numpy as np
 import xxhash
 
 from extproc.request.tokens import Span
@@ -24,6 +26,9 @@ _MOST_DOUBLINGS = 24
 """As far as blocks grow, after hundreds of gigabytes."""
 _COPIED_BYTES = 16_384
 """Up to here a copy of a block is cheaper than a view of it."""
+_FEW_BLOCKS = 40
+"""Up to here an array costs more than it saves."""
+_MOST_OF_AN_ARRAY = 2**63 - 1
 
 
 def _ends() -> list[int]:
@@ -72,6 +77,9 @@ def block_tokens(
     if images:
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
         return list(map(sub, cumulative, chain((0,), cumulative)))
+    if len(ends) > _FEW_BLOCKS and ends[-1] * tokens <= _MOST_OF_AN_ARRAY:
+        cumulative = np.array(ends) * tokens // prompt_bytes
+        return cast("list[int]", np.diff(cumulative, prepend=0).tolist())
     shares, before = [], 0
     for end in ends:
         after = end * tokens // prompt_bytes

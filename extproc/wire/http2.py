@@ -164,9 +164,8 @@ class Stream:
         "_answered",
         "_connection",
         "_finishing",
-        "_have",
         "_id",
-        "_need",
+        "_lacking",
         "_parts",
         "_prefix",
         "_unsent",
@@ -184,8 +183,7 @@ class Stream:
         # What comes: a message that is not whole yet, and before that its prefix
         self._prefix = b""
         self._parts: list[bytes | memoryview] = []
-        self._have = 0
-        self._need = -1
+        self._lacking = 0
         self.receive_window = receive_window
         self.half_closed = False
         # What goes
@@ -220,6 +218,7 @@ class Stream:
         """End the call, after all that was sent."""
         if not self.over and self._finishing is None:
             self._finishing = _trailers(status, text) if status or text else _WELL
+            self._lacking = 0
             if self._unsent:
                 self.pump()
             else:
@@ -266,8 +265,11 @@ class Stream:
 
     def take(self, data: bytes, begin: int, end: int) -> None:
         """Some bytes of messages, cut anywhere; usually it is one message. Of a call that ends they are passed over."""
+        if end - begin < self._lacking:  # as of most pieces of a large message
+            self._keep(data, begin, end)
+            return
         while begin < end and self._finishing is None:
-            if self._need < 0 and not self._prefix:
+            if not self._lacking and not self._prefix:
                 begin = self._take_whole(data, begin, end)
             if begin < end:
                 begin = self._gather(data, begin, end)
@@ -286,18 +288,19 @@ class Stream:
 
     def _gather(self, data: bytes, begin: int, end: int) -> int:
         """Keep what there is of one message, and hand it on if that is all. Returns where it ends."""
-        if self._need < 0:
+        if not self._lacking:
             begin = self._read_prefix(data, begin, end)
-            if self._need < 0:
-                return end
-        after = min(end, begin + self._need - self._have)
-        self._parts.append(memoryview(data)[begin:after] if after - begin >= _VIEWED else data[begin:after])
-        self._have += after - begin
-        if self._have == self._need:
-            whole = b"".join(self._parts)
-            self._parts, self._have, self._need = [], 0, -1
-            self.call.message(whole)
+        after = min(end, begin + self._lacking)
+        if after > begin:
+            self._keep(data, begin, after)
+            if not self._lacking:
+                whole, self._parts = b"".join(self._parts), []
+                self.call.message(whole)
         return after
+
+    def _keep(self, data: bytes, begin: int, end: int) -> None:
+        self._parts.append(memoryview(data)[begin:end] if end - begin >= _VIEWED else data[begin:end])
+        self._lacking -= end - begin
 
     def _read_prefix(self, data: bytes, begin: int, end: int) -> int:
         """Learn how long the message is, once that is all here. Returns where it begins."""
@@ -310,8 +313,10 @@ class Stream:
             self.finish(GrpcStatus.UNIMPLEMENTED, "compressed messages are not understood")
         elif length > self._connection.limits.message_bytes:
             self.finish(GrpcStatus.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
+        elif length:
+            self._lacking = length
         else:
-            self._need = length
+            self.call.message(b"")
         return after
 
     def close(self) -> None:
@@ -321,7 +326,7 @@ class Stream:
         """
         call, self.call = self.call, _GONE
         self.over = True
-        self._parts, self._have = [], 0
+        self._parts = []
         self._unsent.clear()
         call.closed()
 
