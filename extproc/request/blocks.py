@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import sub
-from typing import cast
 
 import numpy as np
 import xxhash
@@ -78,8 +77,8 @@ def block_tokens(
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
         return list(map(sub, cumulative, chain((0,), cumulative)))
     if len(ends) > _FEW_BLOCKS and ends[-1] * tokens <= _MOST_OF_AN_ARRAY:
-        cumulative = np.array(ends) * tokens // prompt_bytes
-        return cast("list[int]", np.diff(cumulative, prepend=0).tolist())
+        upto = np.array(ends) * tokens // prompt_bytes
+        return np.diff(upto, prepend=0).tolist()
     shares, before = [], 0
     for end in ends:
         after = end * tokens // prompt_bytes
