@@ -78,7 +78,8 @@ def block_tokens(
         return list(map(sub, cumulative, chain((0,), cumulative)))
     if len(ends) > _FEW_BLOCKS and ends[-1] * tokens <= _MOST_OF_AN_ARRAY:
         upto = np.array(ends) * tokens // prompt_bytes
-        return np.diff(upto, prepend=0).tolist()
+        shares: list[int] = np.diff(upto, prepend=0).tolist()
+        return shares
     shares, before = [], 0
     for end in ends:
         after = end * tokens // prompt_bytes
