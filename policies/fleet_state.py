@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
-from policies.types import Reservation
+from policies.types import FewSlots, Reservation
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     # name, dtype, value of a slot nobody has observed yet
@@ -373,6 +373,11 @@ class FleetState:
     def load(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of each of `slots` requests and prompt tokens in flight and KV capacity in tokens, shape (3, n)."""
         return self._load.take(slots, 1)
+
+    def load_of_few(self, few: FewSlots) -> list[list[float]]:
+        """The same of a few, as lists."""
+        rows: list[list[float]] = self._load[:, few.columns].tolist()
+        return rows
 
     @property
     def has_foreign(self) -> bool:

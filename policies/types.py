@@ -7,9 +7,10 @@ msgspec.Struct: its constructor is C's, where a dataclass' takes some bytecodes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import TypeAlias
 
 import msgspec
@@ -22,6 +23,32 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 """One figure per candidate, shape (n,)."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 """One verdict per candidate, shape (n,)."""
+
+_FEW = 40
+"""Up to so many endpoints a loop over floats is faster than arrays, whose every operation costs a microsecond, and
+several where little of numpy is in the processor's caches."""
+
+
+class FewSlots(msgspec.Struct, frozen=True):
+    """Slots for loops, as a list.
+
+    `pick` takes what belongs to them out of a list by slot, `columns` out of the last dimension of an array by slot.
+    """
+
+    listed: list[int]
+    pick: Callable[[Sequence[float]], Sequence[float]]
+    columns: slice | Slots
+
+
+def few_slots(slots: Slots) -> FewSlots | None:
+    """Of slots that rise; None where they are too many for loops, or none."""
+    if not 0 < len(slots) <= _FEW:
+        return None
+    listed: list[int] = slots.tolist()
+    span = slice(listed[0], listed[-1] + 1)
+    if span.stop - span.start == len(listed):  # of neighbours, as usual, a slice is taken in one step
+        return FewSlots(listed, itemgetter(span), span)
+    return FewSlots(listed, itemgetter(*listed), slots)
 
 
 Filtered: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
@@ -201,13 +228,26 @@ class InferenceRequest(msgspec.Struct):
 class Ranking(msgspec.Struct):
     """What a picker makes of the scores: slots in order of preference, and the working for the explanation.
 
-    `scores` and every array in `parts` are aligned with `candidates`, not with `order`.
+    `first`: where the first in `order` stands among the `candidates`; `best_score`: its score. `working` tells scores
+    and parts, all aligned with `candidates`, not with `order`, of figures that never change. It is asked only where
+    somebody reads the explanation, maybe in another thread: of most decisions nobody does.
     """
 
     order: Sequence[int]
     candidates: Slots
-    scores: Floats
-    parts: dict[str, Floats] = {}
+    first: int
+    best_score: float
+    working: Callable[[], tuple[Floats, dict[str, Floats]]]
+
+    @property
+    def scores(self) -> Floats:
+        """One per candidate, the highest wins; shape (n,)."""
+        return self.working()[0]
+
+    @property
+    def parts(self) -> dict[str, Floats]:
+        """What the scores are made of, each of shape (n,)."""
+        return self.working()[1]
 
 
 class Decision(msgspec.Struct):
@@ -226,7 +266,7 @@ class Decision(msgspec.Struct):
     choice: Choice
     order: tuple[int, ...]
     addresses: tuple[str, ...]
-    matched_tokens: Floats
+    matched_tokens: Sequence[float] | Floats
     chosen_matched_tokens: int
     ranking: Ranking
     filtered: Filtered

@@ -175,10 +175,11 @@ def _outline(decision: Decision) -> dict[str, Any]:
 
 def _explain_candidates(decision: Decision) -> Iterator[dict[str, Any]]:
     """One row per candidate. Whole arrays are rounded at once: an item at a time takes ten times as long."""
-    ranking, names = decision.ranking, tuple(decision.ranking.parts)
-    columns = [np.round(figures, _DIGITS).tolist() for figures in (ranking.scores, *ranking.parts.values())]
-    slots, matched = ranking.candidates.tolist(), decision.matched_tokens.tolist()
-    for slot, tokens, score, *parts in zip(slots, matched, *columns, strict=True):
+    ranking = decision.ranking
+    scores, parts_by_name = ranking.working()
+    names, slots = tuple(parts_by_name), ranking.candidates.tolist()
+    columns = [np.round(figures, _DIGITS).tolist() for figures in (scores, *parts_by_name.values())]
+    for slot, tokens, score, *parts in zip(slots, decision.matched_tokens, *columns, strict=True):
         yield {
             "endpoint": decision.slot_addresses[slot],
             "score": score,

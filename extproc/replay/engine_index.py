@@ -12,7 +12,7 @@ import numpy as np
 
 from extproc.replay.traces import TraceRequest
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import Floats, Slots
+from policies.types import FewSlots, Floats, Slots
 
 Holds = Callable[[int, TraceRequest], int]
 """(slot, request) -> tokens of its prompt that the engine at `slot` could use now."""
@@ -36,3 +36,8 @@ class EngineIndex(PrefixIndex):
         if request is None:
             return np.zeros(len(slots))
         return np.array([float(self._holds(int(slot), request)) for slot in slots])
+
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> list[float]:
+        """The same of a few."""
+        matched: list[float] = self.match(hashes, tokens, np.array(few.listed)).tolist()
+        return matched

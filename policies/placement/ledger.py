@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 
 from policies.placement.profiles import Profile
-from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots
+from policies.types import FewSlots, Floats, InferenceRequest, Kind, Reservation, Slots
 
 _GENERATE = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
 _RATE_MEMORY_S = 30.0
@@ -69,7 +69,11 @@ class Ledger:
         self._decode_rate: float | None = None
         self._size = 0
         self.pending = self.pending_tokens = np.zeros(0)
-        self._pace = np.zeros((3, 0))  # by row: work per second; when the backlog will be done; how long at most
+        self._rate: list[float] = []  # work per second
+        self._done_at_s: list[float] = []  # when the backlog will be
+        self._longest_s: list[float] = []  # and how long that takes at most
+        self._pace = np.zeros((3, 0))  # these three by row, for whoever weighs many endpoints
+        self._stirred: set[int] = set()  # slots of which other figures stand there
         self.pending_work: list[float] = []
         self.bucket: list[float] = []
         self.bucket_at_s: list[float] = []
@@ -163,14 +167,24 @@ class Ledger:
 
     def prefill(self, slots: Slots, now_s: float) -> tuple[Floats, Floats]:
         """Prefill work per second, and after how many seconds of it a new request has its turn, both of shape (n,)."""
-        self._reach_all(slots)
+        self._show_all(slots)
         pace = self._pace.take(slots, 1)  # to unpack the rows takes five times as long as to index them
         wait_s: Floats = np.minimum(np.maximum(pace[1] - now_s, 0.0), pace[2])
         return pace[0], wait_s
 
+    def prefill_of_few(self, few: FewSlots, now_s: float) -> tuple[Sequence[float], Sequence[float]]:
+        """The same of a few."""
+        self._reach(few.listed[-1])
+        pick = few.pick
+        waits = zip(pick(self._done_at_s), pick(self._longest_s), strict=True)
+        return pick(self._rate), [
+            longest_s if (left_s := done_at_s - now_s if done_at_s > now_s else 0.0) > longest_s else left_s
+            for done_at_s, longest_s in waits
+        ]
+
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
-        self._reach_all(slots)
+        self._show_all(slots)
         rates: Floats = self._pace[0].take(slots)
         return rates
 
@@ -181,7 +195,8 @@ class Ledger:
 
     def waiting_tokens(self, slots: Slots) -> Floats:
         """Uncached prompt tokens of requests without a first token, shape (n,)."""
-        self._reach_all(slots)
+        if len(slots):
+            self._reach(slots.item(-1))
         return self.pending_tokens[slots]
 
     @property
@@ -228,14 +243,15 @@ class Ledger:
 
     def _show(self, slot: int) -> None:
         """Another rate may have been learned."""
-        self._pace[0, slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
+        self._rate[slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
         self._show_backlog(slot)
 
     def _show_backlog(self, slot: int) -> None:
         """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
-        rate = self._pace.item(0, slot)
-        self._pace[1, slot] = self.bucket_at_s[slot] + self.bucket[slot] / rate
-        self._pace[2, slot] = self.pending_work[slot] / rate
+        rate = self._rate[slot]
+        self._done_at_s[slot] = self.bucket_at_s[slot] + self.bucket[slot] / rate
+        self._longest_s[slot] = self.pending_work[slot] / rate
+        self._stirred.add(slot)
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
         time_s = max(time_s, _SHORTEST_S)
@@ -250,7 +266,7 @@ class Ledger:
 
     def _expected_ttft_s(self, reservation: Reservation) -> float:
         slot = reservation.slot
-        return (reservation.backlog + reservation.work) / self._pace.item(0, slot)
+        return (reservation.backlog + reservation.work) / self._rate[slot]
 
     def _follow(self, pace: float, step: float) -> None:
         """Move the decode rate one step towards being what nine in ten exceed."""
@@ -271,16 +287,19 @@ class Ledger:
 
     def _backlog(self, slot: int, now_s: float) -> float:
         """What is left in the bucket by now."""
-        left = self.bucket[slot] - self._pace.item(0, slot) * (now_s - self.bucket_at_s[slot])
+        left = self.bucket[slot] - self._rate[slot] * (now_s - self.bucket_at_s[slot])
         return min(max(left, 0.0), self.pending_work[slot])
 
     def _fill(self, slot: int, work: float, now_s: float) -> None:
         self.bucket[slot], self.bucket_at_s[slot] = work, now_s
         self._show_backlog(slot)
 
-    def _reach_all(self, slots: Slots) -> None:
+    def _show_all(self, slots: Slots) -> None:
         if len(slots):
             self._reach(slots.item(-1))
+        for slot in self._stirred:
+            self._pace[:, slot] = self._rate[slot], self._done_at_s[slot], self._longest_s[slot]
+        self._stirred.clear()
 
     def _reach(self, slot: int) -> None:
         if slot >= self._size:
@@ -292,6 +311,7 @@ class Ledger:
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
         for column in (
             self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,
+            self._rate, self._done_at_s, self._longest_s,
         ):  # fmt: skip
             column.extend([0.0] * more)
         self._size = size

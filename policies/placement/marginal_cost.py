@@ -18,21 +18,31 @@ Without stall and decode this is predicted TTFT, which is worse end to end than 
 prompts where they hurt others. Rejected as well: normalised weighted scores (no unit, so no honest trade-off between
 a queue and a cache) and a learned regressor (needs a training set per fleet, and nobody can say why it chose).
 Formula and constants were found by simulation on public traces; docs/benchmarks.md has the tables.
+
+The formula stands here twice, over arrays and over plain floats. Of few endpoints the loop over floats takes a fraction
+of the time: numpy takes a microsecond for each of thirty calls, and several where its code is not in the processor's
+caches. Both take the same steps in the same order, so they agree to the last bit (test_marginal_cost.py compares them),
+and what explains a loop's costs is made by the arrays, once somebody reads it. Rejected: one text for both. Half of it
+would be about what differs between them (minima, conditions, missing dimensions), at a call for each term and endpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from functools import partial
+from math import exp, inf
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from policies.placement.pickers import max_score
-from policies.placement.policy import PolicySpec, ranking
+from policies.placement.pickers import max_of_few, max_score
+from policies.placement.policy import PolicySpec, Scored, ranking
+from policies.placement.profiles import Profile
 from policies.placement.view import View
-from policies.types import Decision, Floats, InferenceRequest, Mask, Ranking
+from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking
 
 _HELD_SHARE = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -40,7 +50,7 @@ _NEARLY_MOST = 0.9
 """Endpoints that hold this much of what the best one holds are holders as well."""
 _SPILL_FACTOR, _SPILL_REQUESTS = 1.5, 4.0
 """A holder above so many times the mean load, and so many requests, has no band: a hot prefix spreads."""
-_FAR_S = 1e9
+_FAR_S = 1e300
 """Beyond any cost of a holder."""
 _LEVEL_S = 1e-9
 """Costs closer than this differ by rounding alone."""
@@ -67,10 +77,11 @@ class MarginalCostSpec(PolicySpec):
 
 Each: TypeAlias = float | Floats
 """A figure of one request; or of w requests, shape (w, 1)."""
+_Column = TypeVar("_Column", Floats, Sequence[float])
+"""One figure per candidate."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asks:
+class _Asks(msgspec.Struct, Generic[_Column]):
     """What is asked for: by one request, its figures and (n,) matched tokens, or by w at once, (w, 1) and (w, n).
 
     `shortest_prompt`, `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most
@@ -79,18 +90,29 @@ class _Asks:
 
     prompt_tokens: Each
     answer_tokens: Each
-    matched_tokens: Floats
+    matched_tokens: _Column
     shortest_prompt: float
     longest_prompt: float
     longest_answer: float
     most_matched: float
 
-    @property
-    def uncached_tokens(self) -> Each:
-        if not self.most_matched:
-            return self.prompt_tokens
-        missing = self.prompt_tokens - self.matched_tokens
-        return missing if self.most_matched <= self.shortest_prompt else np.maximum(missing, 0.0)
+
+class _Figures(msgspec.Struct, Generic[_Column]):
+    """What the formula takes of the candidates, as they were when the request was placed.
+
+    `running`, `held`: requests on each endpoint and the tokens of their prompts; `in_flight`: ours among them.
+    `idle_s`: of what would be evicted next; None where all that is asked for has room everywhere.
+    """
+
+    profile: Profile
+    in_flight: _Column
+    running: _Column
+    held: _Column
+    capacity: _Column
+    rate: _Column
+    wait_s: _Column
+    room: _Column
+    idle_s: _Column | None
 
 
 class MarginalCost:
@@ -102,13 +124,11 @@ class MarginalCost:
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
-        matched, prompt = view.matched_tokens, float(view.request.input_tokens)
-        answer, most_matched = view.ledger.answer_tokens(view.request), _greatest(matched)
-        cost, parts = self._cost(view, _Asks(prompt, answer, matched, prompt, prompt, answer, most_matched))
-        if most_matched > _HELD_SHARE * prompt:
-            parts["band"] = self._band(view, matched, most_matched, cost)
-            cost = cost + parts["band"]
-        scores = -cost
+        few = view.few
+        if few is not None:
+            return self._rank_few(view, few, length)
+        asks = _asked(view, view.matched_tokens, _greatest(view.matched_tokens))
+        scores, parts = self._scored(asks, _figures(view, asks.longest_prompt))
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
     def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
@@ -117,60 +137,67 @@ class MarginalCost:
         answers = view.ledger.answers_tokens(requests)
         most_matched = matched_tokens.max(axis=1, keepdims=True)
         extremes = prompts.min(), prompts.max(), answers.max(), most_matched.max()
-        cost, _ = self._cost(view, _Asks(prompts, answers, matched_tokens, *map(float, extremes)))
+        asks = _Asks(prompts, answers, matched_tokens, *map(float, extremes))
+        figures = _figures(view, asks.longest_prompt)
+        cost, _ = self._cost(asks, figures)
         of_holders = np.where(most_matched > _HELD_SHARE * prompts, most_matched, np.inf)
-        return cost, cost + self._band(view, matched_tokens, of_holders, cost)
+        return cost, cost + self._band(figures.in_flight, matched_tokens, of_holders, cost)
 
     def committed(self, decision: Decision) -> None:
         """Nothing to remember."""
 
-    def _cost(self, view: View, asks: _Asks) -> tuple[Floats, dict[str, Floats]]:
+    # -- over arrays: many candidates, many requests, and explanations
+
+    def _scored(self, asks: _Asks[Floats], figures: _Figures[Floats]) -> Scored:
+        """Scores and parts for one request."""
+        cost, parts = self._cost(asks, figures)
+        if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
+            parts["band"] = self._band(figures.in_flight, asks.matched_tokens, asks.most_matched, cost)
+            cost = cost + parts["band"]
+        return -cost, parts
+
+    def _cost(self, asks: _Asks[Floats], figures: _Figures[Floats]) -> tuple[Floats, dict[str, Floats]]:
         """The cost without the band and its terms, in seconds, of the shape of `matched_tokens`."""
-        spec, profile, answer = self._spec, view.ledger.profile, asks.answer_tokens
-        uncached = asks.uncached_tokens
-        running, held = _others(view)
-        rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
-        prefill_s = profile.work(asks.prompt_tokens, uncached) / rate
+        spec, profile, answer = self._spec, figures.profile, asks.answer_tokens
+        uncached, running = _uncached(asks), figures.running
+        prefill_s = profile.work(asks.prompt_tokens, uncached) / figures.rate
         parts = {
-            "own": wait_s + prefill_s,
+            "own": figures.wait_s + prefill_s,
             "stall": spec.stall_weight * running * prefill_s,
-            "decode": (spec.decode_weight * answer) * (profile.sequence_s * running + profile.kv_token_s * held),
+            "decode": (spec.decode_weight * answer)
+            * (profile.sequence_s * running + profile.kv_token_s * figures.held),
         }
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
-        parts["eviction"] = parts["overflow"] = np.zeros(len(view.slots))
-        room = view.index.room_tokens(view.slots)
-        if asks.longest_prompt > room.item(room.argmin()):
-            parts["eviction"] = self._eviction(view, uncached, room, rate)
+        parts["eviction"] = parts["overflow"] = np.zeros(len(running))
+        if figures.idle_s is not None:
+            parts["eviction"] = self._eviction(figures, figures.idle_s, uncached)
             cost += parts["eviction"]
-        if _may_overflow(view, asks, running, held):
-            parts["overflow"] = self._overflow(view, asks.prompt_tokens + answer, answer, running, held)
+        if _may_overflow(asks, figures, _greatest(running), _greatest(figures.held), _least_of(figures.capacity)):
+            parts["overflow"] = self._overflow(figures, asks.prompt_tokens + answer, answer)
             cost += parts["overflow"]
         return cost, parts
 
-    def _eviction(self, view: View, uncached: Each, room: Floats, rate: Floats) -> Floats:
+    def _eviction(self, figures: _Figures[Floats], idle_s: Floats, uncached: Each) -> Floats:
         # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
-        since_s = view.index.oldest_at_s(view.slots)
-        idle_s = np.where(np.isinf(since_s), np.inf, view.now_s - since_s)
-        fade = np.exp(-idle_s / self._spec.eviction_fade_s)
-        lost: Floats = np.where(uncached > room, self._spec.eviction_weight * uncached / rate * fade, 0.0)
+        spec, fade = self._spec, np.exp(-idle_s / self._spec.eviction_fade_s)
+        lost: Floats = np.where(uncached > figures.room, spec.eviction_weight * uncached / figures.rate * fade, 0.0)
         return lost
 
-    def _overflow(self, view: View, tokens: Each, answer: Each, running: Floats, held: Floats) -> Floats:
+    def _overflow(self, figures: _Figures[Floats], tokens: Each, answer: Each) -> Floats:
         """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
-        capacity = view.kv_capacity
-        most = view.ledger.profile.max_num_seqs
-        memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
+        capacity, running, most = figures.capacity, figures.running, figures.profile.max_num_seqs
+        memory = (figures.held + 0.5 * answer * running + tokens - capacity) / capacity
         places = (running + (1 - most)) / most
         excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
         return excess
 
-    def _band(self, view: View, matched: Floats, most: Each, cost: Floats) -> Floats:
+    def _band(self, load: Floats, matched: Floats, most: Each, cost: Floats) -> Floats:
         """For the cheapest of those that hold most of a prompt (several, if level), where `most` is held by any.
 
         Not for one that has far more to do than others: it holds what everybody asks for, and others must come to hold
         it too.
         """
-        load, less = view.in_flight, matched < _NEARLY_MOST * most
+        less = matched < _NEARLY_MOST * most
         of_holders = cost + _FAR_S * less  # as np.where would, in half the time
         banded: Mask = of_holders <= _least(of_holders) + _LEVEL_S
         banded &= load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
@@ -178,20 +205,146 @@ class MarginalCost:
         band[banded & ~less] = -self._spec.affinity_band_s
         return band
 
+    # -- the same over floats: one request and few candidates
 
-def _may_overflow(view: View, asks: _Asks, running: Floats, held: Floats) -> bool:
+    def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
+        matched = view.matched_of_few
+        asks = _asked(view, matched, max(matched))
+        figures = _figures_of_few(view, few, asks.longest_prompt)
+        costs = self._costs_of_few(asks, figures)
+        if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
+            self._band_few(figures.in_flight, matched, asks.most_matched, costs)
+        positions = max_of_few([-cost for cost in costs], length, view.rng)
+        first = positions[0]
+        order = [few.listed[position] for position in positions]
+        return Ranking(order, view.slots, first, -costs[first], partial(self._explained, asks, figures))
+
+    def _explained(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> Scored:
+        """The same scores again, and their parts."""
+        return self._scored(_as_arrays(asks), _as_arrays(figures))
+
+    def _costs_of_few(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> list[float]:
+        """As `_cost`."""
+        profile, prompt, answer = figures.profile, asks.longest_prompt, asks.longest_answer
+        stall, decode = self._spec.stall_weight, self._spec.decode_weight * answer
+        sequence_s, kv_token_s = profile.sequence_s, profile.kv_token_s
+        whole = profile.work(prompt, prompt)
+        costs = []
+        for matched, rate, wait_s, running, held in zip(
+            asks.matched_tokens, figures.rate, figures.wait_s, figures.running, figures.held, strict=True
+        ):
+            prefill_s = (profile.work(prompt, max(prompt - matched, 0.0)) if matched else whole) / rate
+            costs.append(
+                wait_s + prefill_s + stall * running * prefill_s + decode * (sequence_s * running + kv_token_s * held)
+            )
+        if figures.idle_s is not None:
+            self._add_eviction(asks, figures, figures.idle_s, costs)
+        if _may_overflow(asks, figures, max(figures.running), max(figures.held), min(figures.capacity)):
+            self._add_overflow(asks, figures, costs)
+        return costs
+
+    def _add_eviction(
+        self,
+        asks: _Asks[Sequence[float]],
+        figures: _Figures[Sequence[float]],
+        idle_s: Sequence[float],
+        costs: list[float],
+    ) -> None:
+        weight, fade_s = self._spec.eviction_weight, self._spec.eviction_fade_s
+        for position, (matched, room) in enumerate(zip(asks.matched_tokens, figures.room, strict=True)):
+            uncached = max(asks.longest_prompt - matched, 0.0)
+            if uncached > room:
+                costs[position] += weight * uncached / figures.rate[position] * exp(-idle_s[position] / fade_s)
+
+    def _add_overflow(
+        self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]], costs: list[float]
+    ) -> None:
+        answer, most = asks.longest_answer, figures.profile.max_num_seqs
+        tokens = asks.longest_prompt + answer
+        columns = zip(figures.held, figures.running, figures.capacity, strict=True)
+        for position, (held, running, capacity) in enumerate(columns):
+            memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
+            costs[position] += self._spec.overflow_s * max(memory, (running + (1 - most)) / most, 0.0)
+
+    def _band_few(self, load: Sequence[float], matched: Sequence[float], most: float, costs: list[float]) -> None:
+        """As `_band`, and taken off the costs at once."""
+        enough = _NEARLY_MOST * most
+        holders = [position for position, tokens in enumerate(matched) if tokens >= enough]
+        level = min([costs[position] for position in holders]) + _LEVEL_S
+        usual = _SPILL_FACTOR * (sum(load) / len(load)) + _SPILL_REQUESTS
+        for position in holders:
+            if costs[position] <= level and load[position] <= usual:
+                costs[position] -= self._spec.affinity_band_s
+
+
+def _as_arrays(of_few: Any) -> Any:  # noqa: ANN401 - either struct, with arrays for its lists
+    fields = msgspec.structs.astuple(of_few)
+    return type(of_few)(*[np.array(field) if isinstance(field, list | tuple) else field for field in fields])
+
+
+def _asked(view: View, matched: _Column, most_matched: float) -> _Asks[_Column]:
+    """By one request."""
+    prompt, answer = float(view.request.input_tokens), view.ledger.answer_tokens(view.request)
+    return _Asks(prompt, answer, matched, prompt, prompt, answer, most_matched)
+
+
+def _uncached(asks: _Asks[Floats]) -> Each:
+    if not asks.most_matched:
+        return asks.prompt_tokens
+    missing = asks.prompt_tokens - asks.matched_tokens
+    return missing if asks.most_matched <= asks.shortest_prompt else np.maximum(missing, 0.0)
+
+
+def _figures(view: View, longest_prompt: float) -> _Figures[Floats]:
+    running, held = _others(view)
+    rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
+    room = view.index.room_tokens(view.slots)
+    idle_s = _idle_s(view) if longest_prompt > _least_of(room) else None
+    return _Figures(
+        view.ledger.profile, view.in_flight, running, held, view.kv_capacity, rate, wait_s, room, idle_s
+    )  # fmt: skip
+
+
+def _figures_of_few(view: View, few: FewSlots, longest_prompt: float) -> _Figures[Sequence[float]]:
+    in_flight, held, capacity = view.state.load_of_few(few)
+    running = in_flight
+    if view.state.has_foreign:
+        running, held = [column.tolist() for column in _others(view)]
+    now_s, idle_s = view.now_s, None
+    rate, wait_s = view.ledger.prefill_of_few(few, now_s)
+    room = view.index.room_of_few(few)
+    if longest_prompt > min(room):
+        idle_s = [now_s - since_s if since_s < inf else inf for since_s in view.index.oldest_of_few(few)]
+    return _Figures(
+        view.ledger.profile, in_flight, running, held, capacity, rate, wait_s, room, idle_s
+    )  # fmt: skip
+
+
+def _idle_s(view: View) -> Floats:
+    """How long what would be evicted next is idle; endless where nothing is."""
+    since_s = view.index.oldest_at_s(view.slots)
+    return np.where(np.isinf(since_s), np.inf, view.now_s - since_s)
+
+
+def _may_overflow(
+    asks: _Asks[_Column], figures: _Figures[_Column], most_running: float, most_held: float, least_capacity: float
+) -> bool:
     """By the greatest figures, whosever they are: False where surely nothing overflows anywhere."""
-    most_running, capacity = _greatest(running), view.kv_capacity
-    tokens = _greatest(held) + 0.5 * asks.longest_answer * most_running + asks.longest_prompt + asks.longest_answer
-    return tokens > capacity.item(capacity.argmin()) or most_running > view.ledger.profile.max_num_seqs - 1
+    tokens = most_held + 0.5 * asks.longest_answer * most_running + asks.longest_prompt + asks.longest_answer
+    return tokens > least_capacity or most_running > figures.profile.max_num_seqs - 1
+
+
+def _least_of(figures: Floats) -> float:
+    """What min() gives, in a fifth of its time."""
+    least: float = figures.item(figures.argmin())
+    return least
 
 
 def _least(figures: Floats) -> Each:
     """The least, or that of each row."""
     if figures.ndim > 1:
         return np.minimum.reduce(figures, axis=-1, keepdims=True)
-    least: float = figures.item(figures.argmin())
-    return least
+    return _least_of(figures)
 
 
 def _greatest(figures: Floats) -> float:

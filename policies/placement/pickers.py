@@ -24,8 +24,19 @@ _TIE = 1e-9
 
 def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The highest scores, best first."""
-    if len(scores) <= _FEW and isfinite(sum(few := scores.tolist())):
-        return _best_of_few(few, min(length, len(few)), rng, margin)
+    if len(scores) <= _FEW:
+        return max_of_few(scores.tolist(), length, rng, margin)
+    return _max_of_many(scores, length, rng, margin)
+
+
+def max_of_few(scores: list[float], length: int, rng: Random, margin: float = 0.0) -> list[int]:
+    """The same of scores in a list, which is used up."""
+    if isfinite(sum(scores)):
+        return _best_of_few(scores, min(length, len(scores)), rng, margin)
+    return _max_of_many(np.array(scores), length, rng, margin)
+
+
+def _max_of_many(scores: Floats, length: int, rng: Random, margin: float) -> list[int]:
     left = scores.astype(np.float64, copy=True)
     order = []
     for _ in range(min(length, len(left))):

@@ -27,6 +27,7 @@ from policies.types import (
     Choice,
     Decision,
     Fallback,
+    FewSlots,
     Filtered,
     Floats,
     InferenceRequest,
@@ -34,6 +35,7 @@ from policies.types import (
     Ranking,
     Reservation,
     Slots,
+    few_slots,
 )
 
 _ALWAYS = ("ready", "model", "subset")
@@ -74,6 +76,7 @@ class Placement:
         self.calibration = Calibration(index)
         self.class_use = ClassUse()
         self.members = np.empty(0, np.intp)
+        self._few: FewSlots | None = None  # of these
         self._roll = Roll()
         self.index_tokens: int | None = None
         self._own_blocks = count(-1, -1)  # no hash is negative
@@ -104,7 +107,7 @@ class Placement:
         members = np.array(sorted(slots), np.intp)
         for gone in np.setdiff1d(self.members, members):
             self.forget(int(gone))
-        self.members = members
+        self.members, self._few = members, few_slots(members)
 
     def forget(self, slot: int) -> None:
         """The endpoint's cache is empty, or the slot is another's: nothing that was learned of it holds."""
@@ -114,8 +117,12 @@ class Placement:
 
     def view(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """The pool's endpoints as they are for this request, before any filter."""
-        matched = self.matched(request, self.members, state)
-        return View(request, state, self.members, matched, now_s, rng, self.index, self.ledger)
+        matched: Floats | list[float]
+        if self._few is not None and request.precise is None:
+            matched = self.index.match_few(request.block_hashes, request.block_tokens, self._few)
+        else:
+            matched = self.matched(request, self.members, state)
+        return View(request, state, self.members, matched, now_s, rng, self.index, self.ledger, self._few)
 
     def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""
@@ -155,18 +162,18 @@ class Placement:
     def _decision(self, view: View, policy: str, ranking: Ranking, filtered: Filtered) -> Decision:
         """The ranking with all that explains it."""
         request, addresses, best = view.request, view.state.addresses, ranking.order[0]
-        first = int(view.slots.searchsorted(best))
-        if not math.isfinite(ranking.scores[first]):
-            told = f"{addresses[best]} with a score of {ranking.scores[first]}"
+        first, matched = ranking.first, view.matched
+        if not math.isfinite(ranking.best_score):
+            told = f"{addresses[best]} with a score of {ranking.best_score}"
             raise BadScore(f"policy {policy!r} ranks {told}; scores must be finite")
         return Decision(
             pool=self.pool,
             policy=policy,
-            choice=_choice(view.matched_tokens, first),
+            choice=_choice(matched, first),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
-            matched_tokens=view.matched_tokens,
-            chosen_matched_tokens=min(int(view.matched_tokens[first]), request.input_tokens),
+            matched_tokens=matched,
+            chosen_matched_tokens=min(int(matched[first]), request.input_tokens),
             ranking=ranking,
             filtered=filtered,
             slot_addresses=addresses,
@@ -302,13 +309,13 @@ def _filters(names: Iterable[str]) -> _Filters:
     return [(name, FILTERS[name]) for name in wanted if name not in dict(STANDING)]
 
 
-def _choice(matched_tokens: Floats, first: int) -> Choice:
+def _choice(matched_tokens: Floats | list[float], first: int) -> Choice:
     if len(matched_tokens) == 1:
         return Choice.ONLY_CANDIDATE
-    most = matched_tokens.item(matched_tokens.argmax())
+    most = max(matched_tokens) if isinstance(matched_tokens, list) else matched_tokens[matched_tokens.argmax()]
     if not most:
         return Choice.LOAD
-    return Choice.AFFINITY if matched_tokens.item(first) == most else Choice.SPILLED
+    return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:

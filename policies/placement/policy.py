@@ -68,8 +68,8 @@ class Pricing(Protocol):
 
 def ranking(view: View, scores: Floats, parts: dict[str, Floats], positions: list[int]) -> Ranking:
     """`positions` into the view's candidates, best first, as slots."""
-    order = [int(view.slots[position]) for position in positions]
-    return Ranking(order=order, candidates=view.slots, scores=scores, parts=parts)
+    order = [view.slots.item(position) for position in positions]
+    return Ranking(order, view.slots, positions[0], scores.item(positions[0]), lambda: (scores, parts))
 
 
 Scored: TypeAlias = tuple[Floats, dict[str, Floats]]

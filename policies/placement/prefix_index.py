@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
+from math import inf
 
 import numpy as np
 
-from policies.types import Floats, Slots
+from policies.types import FewSlots, Floats, Slots
 
 
 class _Shelf:
@@ -51,15 +52,36 @@ class PrefixIndex:
         self.default_capacity_tokens = default_capacity_tokens
         self._shelves: dict[int, _Shelf] = {}
         self._holders: dict[int, int] = {}
-        # the shelves' figures as arrays by slot, for policies that weigh them over many endpoints at once
-        self._room_tokens = np.full(16, float(default_capacity_tokens))
-        self._oldest_at_s = np.full(16, np.inf)
+        # the shelves' figures by slot: lists for policies that weigh a few endpoints, arrays for those that weigh many
+        self._room_tokens: list[float] = []
+        self._oldest_at_s: list[float] = []
         self._stirred: set[int] = set()  # whose oldest may be another by now
+        self._shown = np.empty((2, 0))
+        self._unshown: set[int] = set()  # of which other figures stand in the arrays
 
     def match(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
         """Contiguous tokens that each of `slots`, which rise, holds of the prompt, shape (n,)."""
         size = slots.item(-1) + 1 if len(slots) else 0
         matched = np.zeros(size)
+        for holders, depth_tokens in self._depths(hashes, tokens):
+            _credit(matched, holders, depth_tokens)
+        return matched if size == len(slots) else matched[slots]
+
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> list[float]:
+        """The same of a few."""
+        matched = [0.0] * (few.listed[-1] + 1)
+        there = (1 << len(matched)) - 1
+        for holders, depth_tokens in self._depths(hashes, tokens):
+            left, depth = holders & there, float(depth_tokens)
+            while left:
+                lowest = left & -left
+                matched[lowest.bit_length() - 1] = depth
+                left ^= lowest
+        return list(few.pick(matched))
+
+    def _depths(self, hashes: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
+        depths = []
         depth_tokens = 0
         holders = -1
         holders_of = self._holders.get
@@ -67,14 +89,14 @@ class PrefixIndex:
             still = holders & holders_of(block, 0)
             if still != holders:
                 if depth_tokens:
-                    _credit(matched, holders ^ still, depth_tokens)
+                    depths.append((holders ^ still, depth_tokens))
                 holders = still
                 if not still:
                     break
             depth_tokens += block_tokens
         if holders > 0:
-            _credit(matched, holders, depth_tokens)
-        return matched if size == len(slots) else matched[slots]
+            depths.append((holders, depth_tokens))
+        return depths
 
     def holders(self, block: int) -> int:
         """The slots that hold this block, as bits."""
@@ -181,16 +203,26 @@ class PrefixIndex:
 
     def room_tokens(self, slots: Slots) -> Floats:
         """Tokens that fit before something is evicted, shape (n,)."""
-        self._reach(int(slots[-1]))
-        return self._room_tokens[slots]
+        self._show(slots.item(-1))
+        room: Floats = self._shown[0].take(slots)
+        return room
+
+    def room_of_few(self, few: FewSlots) -> Sequence[float]:
+        """The same of a few."""
+        self._reach(few.listed[-1])
+        return few.pick(self._room_tokens)
 
     def oldest_at_s(self, slots: Slots) -> Floats:
         """Since when the next block to be evicted is idle, shape (n,); endless where none is."""
-        self._reach(int(slots[-1]))
-        for slot in self._stirred:
-            self._oldest_at_s[slot] = next(iter(self._shelves[slot].idle.values()), np.inf)
-        self._stirred.clear()
-        return self._oldest_at_s[slots]
+        self._show(slots.item(-1))
+        since_s: Floats = self._shown[1].take(slots)
+        return since_s
+
+    def oldest_of_few(self, few: FewSlots) -> Sequence[float]:
+        """The same of a few."""
+        self._reach(few.listed[-1])
+        self._settle()
+        return few.pick(self._oldest_at_s)
 
     def resting(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[tuple[int, float]]]:
         """What `slot` holds of a prompt from its start: tokens in use now, then resting ones.
@@ -236,9 +268,26 @@ class PrefixIndex:
     def _reach(self, slot: int) -> None:
         missing = slot + 1 - len(self._room_tokens)
         if missing > 0:
-            room = np.full(missing + 16, float(self.default_capacity_tokens))
-            self._room_tokens = np.concatenate((self._room_tokens, room))
-            self._oldest_at_s = np.concatenate((self._oldest_at_s, np.full(missing + 16, np.inf)))
+            self._room_tokens += [float(self.default_capacity_tokens)] * missing
+            self._oldest_at_s += [inf] * missing
+
+    def _settle(self) -> None:
+        """Find the oldest again where it may be another."""
+        for slot in self._stirred:
+            self._oldest_at_s[slot] = next(iter(self._shelves[slot].idle.values()), inf)
+        self._unshown |= self._stirred
+        self._stirred.clear()
+
+    def _show(self, last: int) -> None:
+        """Have the arrays say what the lists do, up to this slot."""
+        self._reach(last)
+        self._settle()
+        if self._shown.shape[1] < len(self._room_tokens):
+            self._shown = np.array((self._room_tokens, self._oldest_at_s))
+        else:
+            for slot in self._unshown:
+                self._shown[:, slot] = self._room_tokens[slot], self._oldest_at_s[slot]
+        self._unshown.clear()
 
     def _note(self, slot: int, shelf: _Shelf) -> None:
         self._room_tokens[slot] = shelf.capacity_tokens - shelf.held_tokens

@@ -13,16 +13,19 @@ import numpy as np
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import Floats, InferenceRequest, Mask, Slots
+from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots
 
 
 class View:
     """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
+    `few`: the same slots for loops, where somebody has that at hand.
+
     `slots` are in rising order.
     """
 
     __slots__ = (
+        "_few",
         "_kv_claimed",
         "_kv_used",
         "_load",
@@ -32,7 +35,7 @@ class View:
         "fell_back",
         "index",
         "ledger",
-        "matched_tokens",
+        "matched",
         "now_s",
         "request",
         "rng",
@@ -45,16 +48,18 @@ class View:
         request: InferenceRequest,
         state: FleetState,
         slots: Slots,
-        matched_tokens: Floats,
+        matched_tokens: Floats | list[float],
         now_s: float,
         rng: Random,
         index: PrefixIndex,
         ledger: Ledger,
+        few: FewSlots | None = None,
     ) -> None:
         self.request = request
         self.state = state
         self.slots = slots
-        self.matched_tokens = matched_tokens
+        self.matched = matched_tokens
+        self._few = few
         self.now_s = now_s
         self.rng = rng
         self.index = index
@@ -79,6 +84,25 @@ class View:
             self.index,
             self.ledger,
         )
+
+    @property
+    def few(self) -> FewSlots | None:
+        """The candidates for loops; None where they are too many."""
+        if self._few is None:
+            self._few = few_slots(self.slots)
+        return self._few
+
+    @property
+    def matched_tokens(self) -> Floats:
+        """What each candidate holds of the prompt."""
+        matched = self.matched
+        return np.array(matched) if isinstance(matched, list) else matched
+
+    @property
+    def matched_of_few(self) -> list[float]:
+        """The same for loops."""
+        matched = self.matched
+        return matched if isinstance(matched, list) else matched.tolist()
 
     @property
     def load(self) -> Floats:

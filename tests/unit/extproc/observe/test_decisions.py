@@ -36,8 +36,9 @@ def decision() -> Decision:
         ranking=Ranking(
             order=[5, 0],
             candidates=np.array([0, 2, 5], np.intp),
-            scores=np.array([0.5, 0.25, 0.75]),
-            parts={"queue_depth": np.array([1.0, 0.1234567, 0.5])},
+            first=2,
+            best_score=0.75,
+            working=lambda: (np.array([0.5, 0.25, 0.75]), {"queue_depth": np.array([1.0, 0.1234567, 0.5])}),
         ),
         filtered=(("ready", ("one:1", "three:1")),),
         slot_addresses=("zero:1", "one:1", "two:1", "three:1", None, "five:1"),
@@ -127,7 +128,7 @@ def test_a_large_fleets_answer_is_bounded() -> None:
     wide = replace(
         decision(),
         matched_tokens=np.zeros(1_024),
-        ranking=Ranking(order=[5, 0], candidates=np.arange(1_024), scores=np.zeros(1_024), parts={}),
+        ranking=Ranking([5, 0], np.arange(1_024), 5, 0.0, lambda: (np.zeros(1_024), {})),
         slot_addresses=("one:1",) * 1_024,
     )
     for number in range(1_000):

@@ -88,7 +88,7 @@ class House:
         flight = self.flights.open()
         request = InferenceRequest(Kind.CHAT, "m", "m", 10)
         one = np.zeros(1)
-        ranking = Ranking([self.slot], np.array([self.slot], np.intp), one)
+        ranking = Ranking([self.slot], np.array([self.slot], np.intp), 0, 0.0, lambda: (one, {}))
         decision = Decision(
             "p", "t", Choice.LOAD, (self.slot,), ("10.0.0.1:8000",), one, 0, ranking, (), self.state.addresses
         )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile
 from policies.placement.view import View
-from policies.types import Decision, InferenceRequest, Kind, Reservation
+from policies.types import Decision, InferenceRequest, Kind, Ranking, Reservation
 
 Views = Callable[..., View]
 Requests = Callable[..., InferenceRequest]
@@ -261,6 +262,33 @@ def _banded(asked: _Asked, endpoints: list[_Endpoint], costs: list[float]) -> li
     usual = 1.5 * sum(one.running for one in endpoints) / len(endpoints) + 4
     level = [slot for slot in holders if costs[slot] <= cheapest + 1e-9 and endpoints[slot].running <= usual]
     return [cost - 3 * (slot in level) for slot, cost in enumerate(costs)]
+
+
+def _rank(view: View, most_for_loops: int) -> tuple[Ranking, float]:
+    """All candidates in order, with loops over so many at most; and what chance says next."""
+    rng = Random(5)
+    with patch("policies.types._FEW", most_for_loops):
+        again = View(
+            view.request, view.state, view.slots, view.matched_tokens, view.now_s, rng, view.index, view.ledger
+        )  # fmt: skip
+        return MarginalCost().rank(again, len(view.slots)), rng.random()
+
+
+@given(st.lists(_endpoints, min_size=1, max_size=12), _asked)
+def test_loops_and_arrays_agree_to_the_last_bit(endpoints: list[_Endpoint], asked: _Asked) -> None:
+    """In the cost of every endpoint, in the order and in what is left to chance; the parts told are the arrays'."""
+    state, index, ledger = _fleet(endpoints)
+    slots, matched = np.arange(len(endpoints)), np.array([float(one.matched) for one in endpoints])
+    request = InferenceRequest(Kind.CHAT, "m", "m", asked.prompt, max_tokens=asked.answer)
+    view = View(request, state, slots, matched, _NOW_S, Random(1), index, ledger)
+    for one in [view, *(view.take(slots == slot) for slot in slots)]:
+        (few, drawn), (many, drawn_by_many) = _rank(one, 1_000), _rank(one, 0)
+        assert (few.order, few.first, drawn) == (many.order, many.first, drawn_by_many)
+        assert few.best_score == many.best_score == few.scores[few.first]
+        assert few.scores.tolist() == many.scores.tolist()
+        assert {name: part.tolist() for name, part in few.parts.items()} == {
+            name: part.tolist() for name, part in many.parts.items()
+        }
 
 
 @given(st.lists(_endpoints, min_size=1, max_size=5), st.lists(_asked, min_size=1, max_size=3))
