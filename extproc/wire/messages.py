@@ -8,7 +8,6 @@ compare the two.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from functools import lru_cache
@@ -166,38 +165,51 @@ def _modes(message: ext_proc.ProcessingRequest) -> tuple[BodyMode, BodyMode]:
 
 _HEADERS_TAG, _FIELD_1, _FIELD_3, _HEADERS_END_STREAM = b"\x12", 0x0A, 0x1A, b"\x18\x01"
 """ProcessingRequest.request_headers; HttpHeaders.headers, a list's entries and their `key`; `raw_value`."""
-_begin_of_entry = struct.Struct("4B").unpack_from
-_LONGEST_MODES = 16
-"""What is kept is a key made of what came: two modes and an empty field are 10 bytes, longer is something else."""
+_LONGEST_TAIL = 16
+"""What is kept is a key made of what came: two modes, an empty field and the end are 12 bytes, longer is none of it."""
 
 
 def _plain_headers(raw: bytes) -> Received | None:
     """Request headers as our own Envoy sends them, read by hand; None for all others, which upb reads.
 
     upb makes an object of each header, and that takes three times as long. Here an entry is one of up to 127 bytes, its
-    sizes are a byte each, and it has a value that is text; behind the list stand the modes and nothing else.
+    sizes are a byte each, and it has a value that is ASCII; behind the list stand its end, the modes and nothing else.
     """
-    headers: dict[str, str] = {}
     try:
-        at, end = _extent(raw, 1)
-        at, list_end = _extent(raw, at + 1) if raw[at] == _FIELD_1 else (0, 0)
-        while at < list_end:
-            tag, size, name_tag, name_size = _begin_of_entry(raw, at)
-            name_end, entry_end = at + 4 + name_size, at + 2 + size
-            value_tag, value_size = raw[name_end], raw[name_end + 1]
-            if tag != _FIELD_1 or name_tag != _FIELD_1 or value_tag != _FIELD_3 or size > 0x7F:
-                return None
-            if name_end + 2 + value_size != entry_end:
-                return None
-            headers[raw[at + 4 : name_end].decode()] = raw[name_end + 2 : entry_end].decode()
-            at = entry_end
-    except (IndexError, UnicodeDecodeError, struct.error):
+        begin, end = _extent(raw, 1)
+        begin, list_end = _extent(raw, begin + 1) if raw[begin] == _FIELD_1 else (0, 0)
+        headers = _entries(raw[begin:list_end])
+    except (IndexError, UnicodeDecodeError):
         return None
-    ended = raw[list_end:end]
-    if at != list_end or list_end + len(ended) != end or ended not in (b"", _HEADERS_END_STREAM):
+    if not list_end <= end <= len(raw) <= list_end + _LONGEST_TAIL:
         return None
-    modes = _modes_alone(raw[end:]) if len(raw) <= end + _LONGEST_MODES else None
-    return None if modes is None else Received(Phase.REQUEST_HEADERS, headers, b"", bool(ended), *modes)
+    tail = _tail(raw[list_end:], end - list_end)
+    return None if tail is None else Received(Phase.REQUEST_HEADERS, headers, b"", *tail)
+
+
+def _entries(block: bytes) -> dict[str, str]:
+    """The headers of a list of them. Raises IndexError or UnicodeDecodeError where it is none, or one not so plain."""
+    text = block.decode("ascii")  # with that no size in it has two bytes
+    headers, at, length = {}, 0, len(block)
+    while at < length:
+        begin = at + 6 + block[at + 3]
+        end = at + 2 + block[at + 1]
+        name = _header_name(block[at + 2 : begin - 1])
+        if block[at] != _FIELD_1 or block[begin - 1] != end - begin:
+            raise IndexError
+        headers[name] = text[begin:end]
+        at = end
+    if at > length:
+        raise IndexError
+    return headers
+
+
+@lru_cache(maxsize=1024)
+def _header_name(key: bytes) -> str:
+    """The name in the bytes of a header's `key`, with the tag of its value behind it. Raises IndexError for others."""
+    if key[0] != _FIELD_1 or key[1] != len(key) - 3 or key[-1] != _FIELD_3:
+        raise IndexError
+    return key[2:-1].decode()
 
 
 def _extent(raw: bytes, at: int) -> tuple[int, int]:
@@ -211,16 +223,23 @@ def _extent(raw: bytes, at: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _modes_alone(rest: bytes) -> tuple[BodyMode, BodyMode] | None:
-    """The modes in a message that says nothing else; None for another. A gateway says always the same."""
+def _tail(tail: bytes, of_headers: int) -> tuple[bool, BodyMode, BodyMode] | None:
+    """Whether the request has ended, and the modes, in a message that says nothing else behind its list of headers.
+
+    None for another. `of_headers`: so many bytes still belong to them. A gateway says always the same.
+    """
+    if tail[:of_headers] not in (b"", _HEADERS_END_STREAM):
+        return None
     try:
-        message = _parse(rest)
+        message = _parse(tail[of_headers:])
     except Exception:  # noqa: BLE001 - as above; and whoever reads all of it says what is wrong
         return None
     if message.metadata_context.ByteSize():
         return None
     message.ClearField("metadata_context")  # Envoy sends it also where there is nothing in it
-    return _modes(message) if [field.name for field, _ in message.ListFields()] == ["protocol_config"] else None
+    if [field.name for field, _ in message.ListFields()] != ["protocol_config"]:
+        return None
+    return (of_headers > 0, *_modes(message))
 
 
 _BODY_TAG, _BYTES_TAG, _END_OF_STREAM = b"\x22", b"\x0a", b"\x10\x01"
