@@ -373,12 +373,14 @@ class Flights:
 
     def on_completion(self, completion: Completion) -> bool:
         """Take one entry of the access log. False if the request is not known (or was given up)."""
-        flight = self._find(completion.request_id)
-        if flight is None or flight.settled:
-            return False
-        flight.settled = True
-        if self._unsettled.pop(completion.request_id, None) is not None:
+        flight = self._unsettled.pop(completion.request_id, None)
+        if flight is not None:
             self._keep_for_late_attempts(flight)
+        else:  # before the stream's end
+            flight = self._reserved.get(completion.request_id)
+            if flight is None or flight.settled:
+                return False
+        flight.settled = True
         self._count_attempts(flight, completion.attempts)
         if completion.address is not None:
             flight.served_by = completion.address
@@ -400,7 +402,7 @@ class Flights:
         reservation, placement, usage = flight.reservation, flight.placement, completion.usage
         if reservation is None or placement is None or completion.failed is not None:
             return
-        if self._state.generation[reservation.slot] != reservation.generation:
+        if self._state.generation.item(reservation.slot) != reservation.generation:
             return  # the slot is another endpoint's by now
         if flight.streamed and completion.ttft_s is not None and completion.status == _OK:
             placement.ledger.timed(reservation, completion.ttft_s)

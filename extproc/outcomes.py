@@ -129,13 +129,14 @@ _UNTOLD = "no access-log entry"
 
 def outcome_of(completion: Completion) -> str:
     """One word for how a request ended."""
-    if "no_healthy_upstream" in completion.flags:
+    flags = completion.flags  # few have any
+    if flags and "no_healthy_upstream" in flags:
         return "no_known_address"
-    if completion.client_left:
+    if flags and completion.client_left:
         return "client_gone"
     if completion.failed is not None:
         return "endpoint_failed"
-    if completion.timed_out:
+    if flags and completion.timed_out:
         return "timed_out"
     if completion.status >= 500:
         return "gateway_failed"

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
-from policies.types import FewSlots, Reservation
+from policies.types import FewSlots, Floats, Reservation
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     # name, dtype, value of a slot nobody has observed yet
@@ -337,24 +337,19 @@ class FleetState:
         """A request's first byte came after `ttft_s`."""
         passed_s = max(0.0, now_s - self.ttft_at_s.item(slot))
         self.ttft_at_s[slot] = now_s
-        for mean, weight, memory_s in (
-            (self.ttft_1m_s, self.ttft_1m_weight, MINUTE_S),
-            (self.ttft_5m_s, self.ttft_5m_weight, FIVE_MINUTES_S),
-        ):
-            weight[slot] = answers = weight.item(slot) * math.exp(-passed_s / memory_s) + 1
-            before = mean.item(slot)
-            mean[slot] = before + (ttft_s - before) / answers
+        _follow(self.ttft_1m_s, self.ttft_1m_weight, slot, ttft_s, math.exp(-passed_s / MINUTE_S))
+        _follow(self.ttft_5m_s, self.ttft_5m_weight, slot, ttft_s, math.exp(-passed_s / FIVE_MINUTES_S))
 
     # -- what requests take and give back
 
     def reserve(self, slot: int, *, prompt_tokens: int, uncached_tokens: int) -> Reservation:
         """Book one request on `slot`."""
         self._book(slot, 1, prompt_tokens, uncached_tokens)
-        return Reservation(slot, int(self.generation[slot]), prompt_tokens, uncached_tokens)
+        return Reservation(slot, self.generation.item(slot), prompt_tokens, uncached_tokens)
 
     def release(self, reservation: Reservation) -> None:
         """Give a reservation back. The caller (the Flight) makes sure it happens once."""
-        if self.generation[reservation.slot] != reservation.generation:
+        if self.generation.item(reservation.slot) != reservation.generation:
             raise AssertionError("a slot was reused while a request was in flight on it")
         self._book(reservation.slot, -1, -reservation.prompt_tokens, -reservation.uncached_tokens)
 
@@ -364,9 +359,10 @@ class FleetState:
         return self.reserve(slot, prompt_tokens=reservation.prompt_tokens, uncached_tokens=uncached_tokens)
 
     def _book(self, slot: int, requests: int, prompt_tokens: int, uncached_tokens: int) -> None:
-        self.in_flight[slot] += requests
-        self.in_flight_prompt_tokens[slot] += prompt_tokens
-        self.in_flight_uncached_tokens[slot] += uncached_tokens
+        # by Python's numbers, as in `scraped`
+        self.in_flight[slot] = self.in_flight.item(slot) + requests
+        self.in_flight_prompt_tokens[slot] = self.in_flight_prompt_tokens.item(slot) + prompt_tokens
+        self.in_flight_uncached_tokens[slot] = self.in_flight_uncached_tokens.item(slot) + uncached_tokens
 
     # -- reading
 
@@ -399,3 +395,10 @@ class FleetState:
         figures = {name: getattr(self, name)[slot].item() for name, _, _ in _FIGURES if name not in _INTERNAL}
         figures |= {name: int(figures[name]) for name in _COUNTS}
         return {name: None if figure != figure else figure for name, figure in figures.items()}
+
+
+def _follow(means: Floats, weights: Floats, slot: int, seen: float, kept: float) -> None:
+    """One more of what a slot's mean is of; of the weight of those before so much is `kept`."""
+    weights[slot] = answers = weights.item(slot) * kept + 1
+    before = means.item(slot)
+    means[slot] = before + (seen - before) / answers

@@ -194,13 +194,20 @@ class Lifecycle:
             return self.state is State.DEGRADED  # the one that should have shown that it is well
         return breaker.exceeded_by(*self.errors.counts(now_s))
 
+    def still_serves(self, now_s: float) -> bool:
+        """Take it that a real request was answered, where nothing could be better than it is. False: `observe` it."""
+        if self.state is not State.READY:
+            return False
+        self._count_served(now_s)
+        return True
+
     def observe(self, evidence: Evidence, now_s: float) -> bool:
         """Take one piece of evidence. True if the state changed."""
+        if evidence is Evidence.SERVED and self.still_serves(now_s):
+            return False
         if evidence is Evidence.UNFIT:
             self.unfit = True
         self._count(evidence, now_s)
-        if evidence is Evidence.SERVED and self.state is State.READY:
-            return False  # of almost every request: nothing is better than that
         after, reason = self._next(evidence, now_s)
         if after is self.state:
             self.reason = reason
@@ -223,8 +230,11 @@ class Lifecycle:
             self.tripped = False
 
     def _count(self, evidence: Evidence, now_s: float) -> None:
-        if evidence is Evidence.SERVED or evidence is Evidence.ACQUITTED:
-            self._count_served(evidence, now_s)
+        if evidence is Evidence.SERVED:
+            self._count_served(now_s)
+        elif evidence is Evidence.ACQUITTED:
+            self.errors.take_back()
+            self._count_good()
         elif evidence is Evidence.PROBE_OK:
             self._count_good_probe()
         elif evidence in (Evidence.PROBE_REFUSED, Evidence.PROBE_FAILED):
@@ -254,11 +264,11 @@ class Lifecycle:
             # fails real requests with 500 would come and go for ever.
             self.failed_requests = 0
 
-    def _count_served(self, evidence: Evidence, now_s: float) -> None:
-        if evidence is Evidence.ACQUITTED:
-            self.errors.take_back()
-        else:
-            self.errors.saw(now_s, good=True)
+    def _count_served(self, now_s: float) -> None:
+        self.errors.saw(now_s, good=True)
+        self._count_good()
+
+    def _count_good(self) -> None:
         self.failed_requests = self.timeouts = 0
         self.good += 1
         self.unfit = False

@@ -35,7 +35,7 @@ _ELSEWHERE = (
 
 def request_log(config: Config) -> envoy.AccessLog:
     """One entry per request, sent as the request ends."""
-    return _grpc_log(config, REQUEST_LOG, [envoy.CustomTag(tag=TTFT_TAG, value=_TTFT)], None)
+    return _grpc_log(config, REQUEST_LOG, [envoy.CustomTag(tag=TTFT_TAG, value=_TTFT)], [REQUEST_ID_HEADER], None)
 
 
 def upstream_log(config: Config) -> envoy.AccessLog:
@@ -44,6 +44,7 @@ def upstream_log(config: Config) -> envoy.AccessLog:
         config,
         UPSTREAM_LOG,
         [],
+        [REQUEST_ID_HEADER, ATTEMPT_HEADER],
         envoy.AccessLogFilter(
             or_filter=envoy.OrFilter(
                 filters=[
@@ -71,7 +72,7 @@ def _when(moment: int, expression: str) -> envoy.AccessLogFilter:
 
 
 def _grpc_log(
-    config: Config, name: str, tags: list[envoy.CustomTag], only: envoy.AccessLogFilter | None
+    config: Config, name: str, tags: list[envoy.CustomTag], headers: list[str], only: envoy.AccessLogFilter | None
 ) -> envoy.AccessLog:
     return envoy.AccessLog(
         name="envoy.access_loggers.http_grpc",
@@ -87,7 +88,7 @@ def _grpc_log(
                     buffer_flush_interval=timedelta(seconds=1),
                     custom_tags=tags,
                 ),
-                additional_request_headers_to_log=[REQUEST_ID_HEADER, ATTEMPT_HEADER],
+                additional_request_headers_to_log=headers,
             )
         ),
     )

@@ -457,9 +457,11 @@ class Fleet:
         if member is None:
             return
         self._follow_errors(member.slot, failed=False)
-        self._observe(member, Evidence.SERVED)
+        now_s = self._clock()
+        if not member.lifecycle.still_serves(now_s):
+            self._observe(member, Evidence.SERVED)
         if ttft_s is not None:
-            self.state.timed(member.slot, ttft_s, self._clock())
+            self.state.timed(member.slot, ttft_s, now_s)
 
     def _follow_errors(self, slot: int, *, failed: bool) -> None:
         before = self.state.error_ewma.item(slot)

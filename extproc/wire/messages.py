@@ -653,11 +653,10 @@ _LONGEST_TTFT_S = 1e6
 
 
 def _request_id(entry: accesslog_pb2.HTTPAccessLogEntry) -> str:
-    metadata = entry.common_properties.metadata.filter_metadata
-    if METADATA_NAMESPACE in metadata:
-        fields = metadata[METADATA_NAMESPACE].fields
-        if "request_id" in fields:
-            return str(fields["request_id"].string_value)
+    ours = entry.common_properties.metadata.filter_metadata.get(METADATA_NAMESPACE)
+    value = None if ours is None else ours.fields.get("request_id")
+    if value is not None:
+        return str(value.string_value)
     return str(entry.request.request_headers.get(REQUEST_ID_HEADER, ""))
 
 
@@ -713,9 +712,9 @@ _TokenUsage = _usage_message()
 
 
 def _usage(common: accesslog_pb2.AccessLogCommon) -> Usage | None:
-    typed = common.metadata.typed_filter_metadata
-    if USAGE_NAMESPACE not in typed:
+    told = common.metadata.typed_filter_metadata.get(USAGE_NAMESPACE)
+    if told is None:
         return None
-    usage = _TokenUsage.FromString(typed[USAGE_NAMESPACE].value)
+    usage = _TokenUsage.FromString(told.value)
     cached = usage.input_details.cached_tokens.value if usage.HasField("input_details") else None
     return Usage(usage.input_tokens.value, usage.output_tokens.value, cached)

@@ -51,18 +51,20 @@ class Position(IntEnum):
 class Window:
     """Good and bad outcomes of the last `window_s`, in slices; those told with a name also by whose they were."""
 
-    __slots__ = ("_bad", "_good", "_named", "_newest", "_slice_s", "window_s")
+    __slots__ = ("_bad", "_good", "_named", "_newest", "_position", "_slice_s", "window_s")
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
         self._slice_s = window_s / _SLICES
         self._newest = -math.inf
+        self._position = 0  # of the newest slice
         self.clear()
 
     def saw(self, now_s: float, *, good: bool, by: str | None = None) -> None:
         """One outcome."""
-        self._move(now_s)
-        position = int(self._newest) % _SLICES
+        if now_s // self._slice_s > self._newest:  # seldom, and this is asked with every request
+            self._move(now_s)
+        position = self._position
         counts = self._good if good else self._bad
         counts[position] += 1
         if by is not None:
@@ -114,7 +116,7 @@ class Window:
             position = int(present - number) % _SLICES
             self._good[position] = self._bad[position] = 0
             self._named[position].clear()
-        self._newest = present
+        self._newest, self._position = present, int(present) % _SLICES
 
 
 class Breaker:
