@@ -81,4 +81,4 @@ class KvForecast:
 def trend(points: list[tuple[float, float]]) -> float:
     """The median slope between all pairs of points, each a time and a value. Times differ."""
     pairs = itertools.combinations(points, 2)
-    return statistics.median((later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs)
+    return statistics.median([(later - earlier) / (end_s - begin_s) for (begin_s, earlier), (end_s, later) in pairs])

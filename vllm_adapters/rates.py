@@ -9,7 +9,7 @@ fifth of a second sees a burst or none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import msgspec
 
 from vllm_adapters.metrics import EngineFigures
 
@@ -17,8 +17,7 @@ INTERVAL_S = 5.0
 """An interval is closed by the first scrape this long after it began."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     """Per second, over the last closed interval; None where the engine has not told enough.
 
     `hit_ratio`: of the prompt tokens that were looked up in the prefix cache, the share found there, 0..1. Of an
@@ -31,22 +30,20 @@ class Rates:
     hit_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one scrape shows that the one before did not.
+class Change(msgspec.Struct, frozen=True):
+    """What one scrape shows that the one before did not. Made by C, as policies/types.py has it.
 
     `restarted`: the engine is another run than before. `finished`: requests that ended, by reason. `hit_tokens`: of
     prompts, found cached; None where the engine does not count them. `closed`: an interval is over, rates are new.
     """
 
     restarted: bool = False
-    finished: dict[str, float] = field(default_factory=dict)
+    finished: dict[str, float] = {}
     closed: bool = False
     hit_tokens: float | None = None
 
 
-@dataclass(slots=True)
-class _Known:
+class _Known(msgspec.Struct):
     """The newest that pages said of what tells runs apart; a page may leave some of it out."""
 
     started_at_s: float | None = None
@@ -70,12 +67,9 @@ class _Known:
         )
 
     def update(self, now: _Known) -> None:
-        for name in _KNOWN:
+        for name in self.__struct_fields__:
             if (told := getattr(now, name)) is not None:
                 setattr(self, name, told)
-
-
-_KNOWN = tuple(one.name for one in fields(_Known))
 
 
 def _fell(before: float | None, now: float | None) -> bool:

@@ -137,9 +137,9 @@ class Metrics:
             "engine_finished", "Requests engines ended, by their own count", "endpoint", "reason"
         )
         self._refused_endpoints = self._counter("endpoints_refused", "Endpoints beyond limits.endpoints", "pool")
-        self._scrapes = self._counter("scrapes", "Reads of an engine's metrics", "result")
+        self._scrapes = self._counts("scrapes", "Reads of an engine's metrics", "result")
         self._exports = self._counter("gpu_reads", "Reads of a host's DCGM exporter", "result")
-        self._probes = self._counter("probes", "Reads of an engine's model list", "result")
+        self._probes = self._counts("probes", "Reads of an engine's model list", "result")
         self._senses_up = self._gauge("senses_up", "1 while the process that watches the engines can be heard")
         self._senses_losses = self._counter("senses_losses", "Times it fell or hung, and was started again")
         self._senses_dropped = self._counter("senses_dropped", "Reports it could not hand over in time")
@@ -452,7 +452,7 @@ class Metrics:
 
     def scraped(self, *, ok: bool) -> None:
         """A scrape was tried."""
-        self._child(self._scrapes, _result(ok=ok)).inc()
+        self._scrapes.counts[(_result(ok=ok),)] += 1
 
     def exported(self, *, ok: bool) -> None:
         """A host was asked for its GPUs."""
@@ -460,7 +460,7 @@ class Metrics:
 
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
-        self._child(self._probes, _result(ok=ok)).inc()
+        self._probes.counts[(_result(ok=ok),)] += 1
 
     def senses_up(self, *, up: bool) -> None:
         """The senses can be heard; or no more, and with them the indexes they kept are gone."""
