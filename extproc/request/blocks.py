@@ -60,10 +60,22 @@ def _seed_without_salt(model: str, adapter: str | None) -> int:
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
     """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
-    length = len(prompt)
-    count = bisect_right(_ENDS, length)
-    text = prompt if length <= _COPIED_BYTES else memoryview(prompt)
-    return [seed := _hash(text[block], seed) for block in _BLOCKS[:count]], _ENDS[:count]
+    hashes: list[int] = []
+    text = prompt if len(prompt) <= _COPIED_BYTES else memoryview(prompt)
+    hash_more(text, len(prompt), seed, hashes)
+    return hashes, ends_of(hashes)
+
+
+def hash_more(prompt: bytes | memoryview, upto: int, seed: int, hashes: list[int]) -> None:
+    """Add the hashes of the whole blocks that end before `upto`, of a prompt of which some were hashed before."""
+    known = len(hashes)
+    seed = hashes[-1] if known else seed
+    hashes += [seed := _hash(prompt[block], seed) for block in _BLOCKS[known : bisect_right(_ENDS, upto)]]
+
+
+def ends_of(hashes: list[int]) -> list[int]:
+    """Where the blocks end that have these hashes."""
+    return _ENDS[: len(hashes)]
 
 
 def block_tokens(

@@ -8,7 +8,7 @@ hashed and measured, and unknown fields are never looked at. Which fields are th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -17,11 +17,21 @@ import msgspec
 
 from extproc.request import multipart
 from extproc.request.apis import Api
-from extproc.request.blocks import block_hashes, block_tokens, seed_of
+from extproc.request.blocks import block_hashes, block_tokens, ends_of, hash_more, seed_of
 from extproc.request.bounds import Bounds
 from extproc.request.splice import Splice, insert_field, locate
-from extproc.request.steps import Steps
-from extproc.request.tokens import Span, TokenRates, estimate_tokens, image_spans, prompt_token_steps, prompt_tokens
+from extproc.request.steps import Steps, at_once
+from extproc.request.tokens import (
+    PART_BYTES,
+    PARTS_A_STEP,
+    Count,
+    Span,
+    TokenRates,
+    estimate_tokens,
+    image_spans,
+    prompt_token_steps,
+    prompt_tokens,
+)
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE = msgspec.Raw(b"")
@@ -96,6 +106,7 @@ class Stored(msgspec.Struct, frozen=True):
 class Parsed(msgspec.Struct, frozen=True):
     """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
 
+    Of a long body it is a view, where there is nothing to join.
     `model_raw` and `stream_options` are views of what stands in the body; empty where it has none.
     """
 
@@ -103,7 +114,7 @@ class Parsed(msgspec.Struct, frozen=True):
     model: str
     model_raw: memoryview
     stream: bool = False
-    prompt: bytes = b""
+    prompt: bytes | memoryview = b""
     max_tokens: int | None = None
     choices: int = 1
     cache_salt: str | None = None
@@ -139,10 +150,17 @@ def parse_body(
         return no_model()
     if api.required and not any(reader.required(fields)):
         return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
-    return _parsed(api, fields, model, b"".join(reader.prompt(fields)))
+    raws = reader.prompt(fields)
+    return _parsed(api, fields, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws))
 
 
-def _parsed(api: Api, fields: Any, model: str, prompt: bytes) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
+def _joined(raws: _Raws) -> bytes | memoryview:
+    """All of them; one alone without a copy."""
+    given = [raw for raw in raws if raw]
+    return memoryview(given[0]) if len(given) == 1 else b"".join(given)
+
+
+def _parsed(api: Api, fields: Any, model: str, prompt: bytes | memoryview) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
     # a field that is not there, as most, costs no call
     return Parsed(
         kind=api.kind,
@@ -212,26 +230,40 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
     """The request as the policies see it; `model` is the name the engines serve, aliases resolved."""
     prompt = parsed.prompt
+    if len(prompt) > PART_BYTES:
+        return at_once(request_steps(parsed, model, rates, session_key=session_key))
+    prompt = bytes(prompt)
     images = image_spans(prompt)
     tokens = prompt_tokens(prompt, images, rates) if images else estimate_tokens(prompt, rates)
-    return _request(parsed, model, rates, images, tokens, session_key)
+    hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
+    shares = block_tokens(ends, len(prompt), tokens, images, rates.tokens_per_image)
+    return _request(parsed, model, tokens, hashes, shares, session_key)
 
 
 def request_steps(
     parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None
 ) -> Steps[InferenceRequest]:
-    """The same, in steps."""
-    images = image_spans(parsed.prompt)
-    yield
-    tokens = yield from prompt_token_steps(parsed.prompt, images, rates)
-    return _request(parsed, model, rates, images, tokens, session_key)
+    """The same, in steps; and in parts, each of which is counted and hashed while it is at hand."""
+    prompt, seed = memoryview(parsed.prompt), seed_of(model, None, parsed.cache_salt)
+    count, hashes, images = Count(), list[int](), list[Span]()
+    for number, start in enumerate(range(0, len(prompt), PART_BYTES), 1):
+        count.add(prompt, start)
+        hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes)
+        if not number % PARTS_A_STEP:
+            yield
+    tokens = count.tokens(rates)
+    if count.images:
+        text = bytes(prompt)
+        images = image_spans(text)
+        yield
+        tokens = yield from prompt_token_steps(text, images, rates)
+    shares = block_tokens(ends_of(hashes), len(prompt), tokens, images, rates.tokens_per_image)
+    return _request(parsed, model, tokens, hashes, shares, session_key)
 
 
 def _request(
-    parsed: Parsed, model: str, rates: TokenRates, images: Sequence[Span], tokens: int, session_key: str | None
+    parsed: Parsed, model: str, tokens: int, hashes: list[int], shares: list[int], session_key: str | None
 ) -> InferenceRequest:
-    prompt = parsed.prompt
-    hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
     return InferenceRequest(
         kind=parsed.kind,
         model=model,
@@ -240,9 +272,9 @@ def _request(
         stream=parsed.stream,
         max_tokens=parsed.max_tokens,
         choices=parsed.choices,
-        prompt=prompt,
+        prompt=parsed.prompt,
         block_hashes=hashes,
-        block_tokens=block_tokens(ends, len(prompt), tokens, images, rates.tokens_per_image),
+        block_tokens=shares,
         session_key=session_key or parsed.session_key,
         cache_salt=parsed.cache_salt,
     )

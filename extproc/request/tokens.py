@@ -18,10 +18,16 @@ _FIRST_CJK_LEAD, _CJK_LEADS = 0xE3, 11
 """First bytes of UTF-8 for U+3000..U+DFFF: kana, CJK ideographs, Hangul. Each starts a 3-byte character."""
 _ESCAPE = b"\\u"
 _ESCAPE_BYTES = 6
-_STEP = 1 << 20
-"""Bytes of a long text that are counted in one step, about a millisecond."""
+PART_BYTES = 65_536
+"""Of a long text, which is asked everything in parts: each stays in the processor's cache for all questions.
+
+The whole does not, and to fetch it again takes longer than any of them.
+"""
+PARTS_A_STEP = 16
+"""About a millisecond."""
 _SHORT_BYTES = 4096
 """Below this an array costs more than it saves."""
+_DATA_MARK = b";base64,"
 _DATA_URL = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
 """Any media type, with parameters and escaped slashes; bounded, so that no input makes it search twice."""
 
@@ -39,24 +45,43 @@ class TokenRates:
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     """Tokens of raw JSON text without images, at least 1."""
-    length = len(text)
-    if length > _STEP:
+    if len(text) > PART_BYTES:
         return at_once(_estimate_steps(text, rates))
     cjk = 0 if text.isascii() else _cjk_characters(text)
     escaped = _count_pair(text, _ESCAPE) if b"\\" in text else 0
-    return _tokens(length, cjk, escaped, rates)
+    return _tokens(len(text), cjk, escaped, rates)
+
+
+class Count:
+    """What is counted of a long text, part by part. `images`: there may be some."""
+
+    def __init__(self) -> None:
+        self._cjk = self._escaped = self._bytes = 0
+        self.images = False
+
+    def add(self, text: bytes | memoryview, start: int) -> None:
+        """The part that starts there."""
+        part = bytes(text[start : start + PART_BYTES + len(_DATA_MARK) - 1])  # as far as what begins in it may reach
+        size = min(PART_BYTES, len(text) - start)
+        self._bytes += size
+        if not part.isascii():
+            self._cjk += _cjk_characters(part[:size])
+        if b"\\" in part:
+            self._escaped += _count_pair(part[: size + 1], _ESCAPE)
+        self.images |= _may_have_images(part)
+
+    def tokens(self, rates: TokenRates) -> int:
+        """Of all parts, at least 1."""
+        return _tokens(self._bytes, self._cjk, self._escaped, rates)
 
 
 def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
-    cjk = escaped = 0
-    for start in range(0, len(text), _STEP):
-        part = text[start : start + _STEP]
-        cjk += 0 if part.isascii() else _cjk_characters(part)
-        overlapping = part if len(part) < _STEP else text[start : start + _STEP + 1]  # one may end in the next part
-        escaped += _count_pair(overlapping, _ESCAPE)
-        if start + _STEP < len(text):
+    count = Count()
+    for number, start in enumerate(range(0, len(text), PART_BYTES), 1):
+        count.add(text, start)
+        if not number % PARTS_A_STEP:
             yield
-    return _tokens(len(text), cjk, escaped, rates)
+    return count.tokens(rates)
 
 
 def _tokens(length: int, cjk: int, escaped: int, rates: TokenRates) -> int:
@@ -84,10 +109,12 @@ def _count_pair(text: bytes, pair: bytes) -> int:
 
 def image_spans(text: bytes) -> list[Span]:
     """Where inline images (base64 data URLs) stand in the prompt: (start, end) byte offsets, in order."""
+    return [match.span() for match in _DATA_URL.finditer(text)] if _may_have_images(text) else []
+
+
+def _may_have_images(text: bytes) -> bool:
     # prose has no semicolon, which is the cheapest question; searching backwards takes half as long as forwards
-    if b";" not in text or text.rfind(b";base64,") < 0:
-        return []
-    return [match.span() for match in _DATA_URL.finditer(text)]
+    return b";" in text and text.rfind(_DATA_MARK) >= 0
 
 
 def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int:

@@ -67,7 +67,7 @@ def _request(fields: _Line, body: bytes, where: str, names: BlockNames) -> Trace
     asked = to_request(parsed, parsed.model, TokenRates())
     default = parsed.max_tokens or _OUTPUT_TOKENS
     output = max(1, int(row.number("output_length", default) if fields.output_length is not None else default))
-    known = _engine_blocks(parsed.prompt)
+    known = _engine_blocks(bytes(parsed.prompt))
     blocks, full = names.fill(known, (), asked.input_tokens, output, _BLOCK_TOKENS)
     return TraceRequest(
         row.number("timestamp") / 1e3,

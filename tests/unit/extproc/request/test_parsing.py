@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.apis import APIS
-from extproc.request.blocks import block_hashes, seed_of
+from extproc.request.blocks import block_hashes, block_tokens, seed_of
 from extproc.request.parsing import Parsed, model_edits, parse_body, to_request
 from extproc.request.splice import Splice, apply
-from extproc.request.tokens import TokenRates
+from extproc.request.tokens import TokenRates, image_spans
 from policies.types import Kind, Reason, Refusal
 
 RATES = TokenRates()
@@ -358,3 +359,23 @@ def test_no_bytes_make_the_parser_raise(body: bytes) -> None:
     """Whatever comes, the answer is a value."""
     for api in APIS:
         assert isinstance(parse_body(api, body), Parsed | Refusal)
+
+
+@pytest.mark.parametrize("text", ["x" * 70_000, "a;b\\n" * 9_000, "你" * 50_000, "\\u4f60" * 30_000, "é" * 70_000])
+@pytest.mark.parametrize("image", ["", '"data:image/png;base64,' + "A" * 500 + '",'])
+def test_a_long_prompt_is_told_as_its_whole(text: str, image: str) -> None:
+    """Walked in parts, wherever they cut it, it has the tokens and the blocks of the same prompt in one piece."""
+    for before in range(65_504, 65_530):
+        messages = f'"{"y" * before}",{image}"{text}"'
+        found = parsed(f'{{"model":"m","messages":[{messages}]}}'.encode())
+        assert isinstance(found.prompt, memoryview)
+        raw, request = bytes(found.prompt), to_request(found, "m", RATES)
+        counted = raw.replace(image.encode(), b"")
+        wide = len(re.findall("[\u3000-\udfff]", counted.decode())) + counted.count(b"\\u")
+        plain = len(counted) - 3 * text.count("你") - 6 * counted.count(b"\\u")
+        assert abs(request.input_tokens - (plain / 4 + 1.5 * wide + 1024 * bool(image))) <= 1
+        hashes, ends = block_hashes(raw, seed_of("m", None, None))
+        assert request.block_hashes == hashes
+        images = image_spans(raw)
+        assert len(images) == bool(image)
+        assert request.block_tokens == block_tokens(ends, len(raw), request.input_tokens, images, 1024)
