@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
-from policies.types import FewSlots, Floats, Reservation
+from policies.types import FewSlots, Floats, Reservation, one_by_one
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     # name, dtype, value of a slot nobody has observed yet
@@ -280,6 +280,11 @@ class FleetState:
             new[: len(old)] = old
             setattr(self, name, new)
         self._load = load
+        self._generations = one_by_one(self.generation)
+        self._booked = [
+            one_by_one(booked)
+            for booked in (self.in_flight, self.in_flight_prompt_tokens, self.in_flight_uncached_tokens)
+        ]
 
     def _forget_names(self, slot: int) -> None:
         for names in (self._models, self.adapters, self.running_adapters, self.waiting_adapters):
@@ -345,11 +350,11 @@ class FleetState:
     def reserve(self, slot: int, *, prompt_tokens: int, uncached_tokens: int) -> Reservation:
         """Book one request on `slot`."""
         self._book(slot, 1, prompt_tokens, uncached_tokens)
-        return Reservation(slot, self.generation.item(slot), prompt_tokens, uncached_tokens)
+        return Reservation(slot, self._generations[slot], prompt_tokens, uncached_tokens)
 
     def release(self, reservation: Reservation) -> None:
         """Give a reservation back. The caller (the Flight) makes sure it happens once."""
-        if self.generation.item(reservation.slot) != reservation.generation:
+        if self._generations[reservation.slot] != reservation.generation:
             raise AssertionError("a slot was reused while a request was in flight on it")
         self._book(reservation.slot, -1, -reservation.prompt_tokens, -reservation.uncached_tokens)
 
@@ -359,10 +364,10 @@ class FleetState:
         return self.reserve(slot, prompt_tokens=reservation.prompt_tokens, uncached_tokens=uncached_tokens)
 
     def _book(self, slot: int, requests: int, prompt_tokens: int, uncached_tokens: int) -> None:
-        # by Python's numbers, as in `scraped`
-        self.in_flight[slot] = self.in_flight.item(slot) + requests
-        self.in_flight_prompt_tokens[slot] = self.in_flight_prompt_tokens.item(slot) + prompt_tokens
-        self.in_flight_uncached_tokens[slot] = self.in_flight_uncached_tokens.item(slot) + uncached_tokens
+        booked, booked_prompt_tokens, booked_uncached_tokens = self._booked
+        booked[slot] += requests
+        booked_prompt_tokens[slot] += prompt_tokens
+        booked_uncached_tokens[slot] += uncached_tokens
 
     # -- reading
 

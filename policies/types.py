@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -49,6 +49,12 @@ def few_slots(slots: Slots) -> FewSlots | None:
     if span.stop - span.start == len(listed):  # of neighbours, as usual, a slice is taken in one step
         return FewSlots(listed, itemgetter(span), span)
     return FewSlots(listed, itemgetter(*listed), slots)
+
+
+def one_by_one(figures: npt.NDArray[Any]) -> memoryview[Any]:
+    """The same figures, to be read and written one at a time: as Python's own numbers, in half of numpy's time."""
+    view: Any = figures.data
+    return cast("memoryview[Any]", view)
 
 
 Filtered: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]

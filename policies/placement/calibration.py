@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -158,21 +160,24 @@ class Calibration:
 
     # -- evidence from answers
 
-    def promise(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> Promise | None:
-        """What the index promises of a prompt now, for comparison when it is answered; None if that would say little.
+    def promise(
+        self, slot: int, tokens: Sequence[int], in_use: int, rested: Sequence[float], now_s: float
+    ) -> Promise | None:
+        """What the index promised of a prompt, for comparison when it is answered; None if that would say little.
 
-        To be asked before the request is booked: then its own blocks rest no more.
+        `tokens`: of the prompt's blocks; which of these were in use or at rest is the index's word as it pinned them.
         """
         self._now_s = now_s
         endpoint = self._endpoints.get(slot)
         if not self.enabled or endpoint is None or now_s - endpoint.noted_at_s < _BETWEEN_PROMISES_S:
             return None
-        endpoint.noted_at_s = now_s  # also where little rests: to find that out was the cost
-        pinned, resting = self._index.resting(slot, hashes, tokens)
-        if sum(part for part, _ in resting) < _LEAST_TOKENS or not self._knows_depths(endpoint):
+        endpoint.noted_at_s = now_s  # also where little rests: requests are taken as they come
+        resting = tokens[in_use : in_use + len(rested)]
+        if sum(resting) < _LEAST_TOKENS or not self._knows_depths(endpoint):
             return None
-        parts = tuple((_depth(endpoint.marks, since_s), part) for part, since_s in resting)
-        return Promise(endpoint.stay, pinned, parts)
+        runs = groupby(zip(rested, resting, strict=True), key=itemgetter(0))
+        parts = tuple((_depth(endpoint.marks, since_s), sum(part for _, part in run)) for since_s, run in runs)
+        return Promise(endpoint.stay, sum(tokens[:in_use]), parts)
 
     def _knows_depths(self, endpoint: _Endpoint) -> bool:
         """Not before the first answer, which finds out how deep things lie."""

@@ -27,7 +27,7 @@ from dataclasses import replace
 import numpy as np
 
 from policies.placement.profiles import Profile
-from policies.types import FewSlots, Floats, InferenceRequest, Kind, Reservation, Slots
+from policies.types import FewSlots, Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
 
 _GENERATE = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
 _RATE_MEMORY_S = 30.0
@@ -69,6 +69,7 @@ class Ledger:
         self._decode_rate: float | None = None
         self._size = 0
         self.pending = self.pending_tokens = np.zeros(0)
+        self._pending = self._pending_tokens = one_by_one(self.pending)
         self._rate: list[float] = []  # work per second
         self._done_at_s: list[float] = []  # when the backlog will be
         self._longest_s: list[float] = []  # and how long that takes at most
@@ -106,11 +107,11 @@ class Ledger:
         self._reach(slot)
         work = self._profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
         backlog = self._backlog(slot, now_s)
-        if not self.pending.item(slot):
+        if not self._pending[slot]:
             self.since_s[slot] = now_s
         reservation.work, reservation.backlog, reservation.pending = work, backlog, True
-        self.pending[slot] += 1.0
-        self.pending_tokens[slot] += reservation.uncached_tokens
+        self._pending[slot] += 1.0
+        self._pending_tokens[slot] += reservation.uncached_tokens
         self.pending_work[slot] += work
         self._fill(slot, backlog + work, now_s)
 
@@ -177,10 +178,12 @@ class Ledger:
         self._reach(few.listed[-1])
         pick = few.pick
         waits = zip(pick(self._done_at_s), pick(self._longest_s), strict=True)
-        return pick(self._rate), [
-            longest_s if (left_s := done_at_s - now_s if done_at_s > now_s else 0.0) > longest_s else left_s
+        return pick(self._rate), [  # as above; where nothing is pending, as at most endpoints, in one look
+            longest_s if longest_s <= 0.0
+            else 0.0 if done_at_s <= now_s
+            else min(done_at_s - now_s, longest_s)
             for done_at_s, longest_s in waits
-        ]
+        ]  # fmt: skip
 
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
@@ -277,11 +280,11 @@ class Ledger:
     def _done(self, reservation: Reservation, now_s: float) -> None:
         slot = reservation.slot
         backlog = self._backlog(slot, now_s)
-        self.pending[slot] -= 1.0
-        self.pending_tokens[slot] -= reservation.uncached_tokens
+        self._pending[slot] -= 1.0
+        self._pending_tokens[slot] -= reservation.uncached_tokens
         self.pending_work[slot] -= reservation.work
-        if not self.pending.item(slot):  # else rounding would add up over days
-            self.pending_work[slot] = self.pending_tokens[slot] = 0.0
+        if not self._pending[slot]:  # else rounding would add up over days
+            self.pending_work[slot] = self._pending_tokens[slot] = 0.0
         self._fill(slot, min(backlog, self.pending_work[slot]), now_s)
         reservation.pending = False
 
@@ -308,6 +311,7 @@ class Ledger:
     def _grow(self, size: int) -> None:
         first, more = self._size, size - self._size
         self.pending, self.pending_tokens = np.pad(self.pending, (0, more)), np.pad(self.pending_tokens, (0, more))
+        self._pending, self._pending_tokens = one_by_one(self.pending), one_by_one(self.pending_tokens)
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
         for column in (
             self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,

@@ -211,70 +211,70 @@ class MarginalCost:
         matched = view.matched_of_few
         asks = _asked(view, matched, max(matched))
         figures = _figures_of_few(view, few, asks.longest_prompt)
-        costs = self._costs_of_few(asks, figures)
+        scores = self._scores_of_few(asks, figures)
         if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
-            self._band_few(figures.in_flight, matched, asks.most_matched, costs)
-        positions = max_of_few([-cost for cost in costs], length, view.rng)
-        first = positions[0]
-        order = [few.listed[position] for position in positions]
-        return Ranking(order, view.slots, first, -costs[first], partial(self._explained, asks, figures))
+            self._add_band(figures.in_flight, matched, asks.most_matched, scores)
+        positions = max_of_few(scores[:], length, view.rng)
+        first, listed = positions[0], few.listed
+        order = [listed[position] for position in positions]
+        return Ranking(order, view.slots, first, scores[first], partial(self._explained, asks, figures))
 
     def _explained(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> Scored:
         """The same scores again, and their parts."""
         return self._scored(_as_arrays(asks), _as_arrays(figures))
 
-    def _costs_of_few(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> list[float]:
-        """As `_cost`."""
+    def _scores_of_few(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> list[float]:
+        """As `_cost`, but below zero."""
         profile, prompt, answer = figures.profile, asks.longest_prompt, asks.longest_answer
         stall, decode = self._spec.stall_weight, self._spec.decode_weight * answer
         sequence_s, kv_token_s = profile.sequence_s, profile.kv_token_s
-        whole = profile.work(prompt, prompt)
-        costs = []
-        for matched, rate, wait_s, running, held in zip(
+        work = profile.work
+        whole = work(prompt, prompt)
+        columns = zip(
             asks.matched_tokens, figures.rate, figures.wait_s, figures.running, figures.held, strict=True
-        ):
-            prefill_s = (profile.work(prompt, max(prompt - matched, 0.0)) if matched else whole) / rate
-            costs.append(
-                wait_s + prefill_s + stall * running * prefill_s + decode * (sequence_s * running + kv_token_s * held)
-            )
+        )  # fmt: skip
+        scores = [
+            -(wait_s + prefill_s + stall * running * prefill_s + decode * (sequence_s * running + kv_token_s * held))
+            for matched, rate, wait_s, running, held in columns
+            for prefill_s in [(work(prompt, max(prompt - matched, 0.0)) if matched else whole) / rate]
+        ]
         if figures.idle_s is not None:
-            self._add_eviction(asks, figures, figures.idle_s, costs)
+            self._add_eviction(asks, figures, figures.idle_s, scores)
         if _may_overflow(asks, figures, max(figures.running), max(figures.held), min(figures.capacity)):
-            self._add_overflow(asks, figures, costs)
-        return costs
+            self._add_overflow(asks, figures, scores)
+        return scores
 
     def _add_eviction(
         self,
         asks: _Asks[Sequence[float]],
         figures: _Figures[Sequence[float]],
         idle_s: Sequence[float],
-        costs: list[float],
+        scores: list[float],
     ) -> None:
-        weight, fade_s = self._spec.eviction_weight, self._spec.eviction_fade_s
+        weight, fade_s, prompt = self._spec.eviction_weight, self._spec.eviction_fade_s, asks.longest_prompt
         for position, (matched, room) in enumerate(zip(asks.matched_tokens, figures.room, strict=True)):
-            uncached = max(asks.longest_prompt - matched, 0.0)
+            uncached = max(prompt - matched, 0.0)
             if uncached > room:
-                costs[position] += weight * uncached / figures.rate[position] * exp(-idle_s[position] / fade_s)
+                scores[position] -= weight * uncached / figures.rate[position] * exp(-idle_s[position] / fade_s)
 
     def _add_overflow(
-        self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]], costs: list[float]
+        self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]], scores: list[float]
     ) -> None:
         answer, most = asks.longest_answer, figures.profile.max_num_seqs
         tokens = asks.longest_prompt + answer
         columns = zip(figures.held, figures.running, figures.capacity, strict=True)
         for position, (held, running, capacity) in enumerate(columns):
             memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
-            costs[position] += self._spec.overflow_s * max(memory, (running + (1 - most)) / most, 0.0)
+            scores[position] -= self._spec.overflow_s * max(memory, (running + (1 - most)) / most, 0.0)
 
-    def _band_few(self, load: Sequence[float], matched: Sequence[float], most: float, costs: list[float]) -> None:
-        """As `_band`, and taken off the costs at once."""
+    def _add_band(self, load: Sequence[float], matched: Sequence[float], most: float, scores: list[float]) -> None:
         enough = _NEARLY_MOST * most
         holders = [position for position, tokens in enumerate(matched) if tokens >= enough]
-        level = min([costs[position] for position in holders]) + _LEVEL_S
+        level = max([scores[position] for position in holders]) - _LEVEL_S
         usual = _SPILL_FACTOR * (sum(load) / len(load)) + _SPILL_REQUESTS
         for position in holders:
-            if costs[position] <= level and load[position] <= usual:
-                costs[position] -= self._spec.affinity_band_s
+            if scores[position] >= level and load[position] <= usual:
+                scores[position] += self._spec.affinity_band_s
 
 
 def _as_arrays(of_few: Any) -> Any:  # noqa: ANN401 - either struct, with arrays for its lists

@@ -203,30 +203,34 @@ class Placement:
         """Carry the decision out: index the prompt, book the load, take the turn."""
         slot = decision.order[0]
         self._way(request)[0].committed(decision)
-        promise = self.calibration.promise(slot, request.block_hashes, request.block_tokens, now_s)
         reservation = state.reserve(
             slot,
             prompt_tokens=request.input_tokens,
             uncached_tokens=request.input_tokens - decision.chosen_matched_tokens,
         )
-        reservation.promise = promise
         if request.precise is None:  # else it was the engine's word, and not this index's
             self.calibration.promised(slot, decision.chosen_matched_tokens)
-        self._book(request, reservation, state, now_s)
+        in_use, rested = self._book(request, reservation, state, now_s)
+        reservation.promise = self.calibration.promise(slot, request.block_tokens, in_use, rested, now_s)
         return reservation
 
-    def _book(self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float) -> None:
+    def _book(
+        self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float
+    ) -> tuple[int, list[float]]:
+        """Returns how many of its blocks were in use, and since when those behind them were at rest."""
         blocks, tokens = self._blocks_of(request)
         reservation.blocks = blocks
         if request.choices > 1:
             reservation.side_by_side = request.choices / self.waves(request, reservation.slot, state)
-        reservation.stay, reservation.idle_blocks = self.index.pin(reservation.slot, blocks, tokens)
+        reservation.stay, in_use, rested = self.index.pin(reservation.slot, blocks, tokens)
+        reservation.idle_blocks = 0 if in_use else len(rested)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
         if request.class_name is not None:
             reservation.class_name = request.class_name
             reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
             self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
+        return in_use, rested
 
     def waves(self, request: InferenceRequest, slot: int, state: FleetState) -> int:
         """In how many turns an engine writes all of a request's answers, if it does nothing else."""

@@ -111,39 +111,45 @@ class PrefixIndex:
                 found[position] = sum(tokens[: _in_use(shelf, hashes)])
         return found
 
-    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, int, list[float]]:
         """A request with this prompt goes to `slot`.
 
-        Returns the stay to release it with, and how many blocks from the start were idle: surely there.
+        Returns the stay to release it with; how many blocks from the start other requests use; and of each behind
+        these that rested there, since when it did.
         """
         shelf = self._shelf(slot)
         users, idle = shelf.users, shelf.idle
-        in_use = rested = 0
+        in_use, rested = 0, list[float]()
         for block in hashes:
             if block not in users:
                 break
             users[block] += 1
             in_use += 1
         for block in hashes[in_use:]:
-            if idle.pop(block, None) is None:
+            since_s = idle.pop(block, None)
+            if since_s is None:
                 break
             users[block] = 1
-            rested += 1
-        come = in_use + rested
-        if come < len(hashes):
-            self._bring(slot, shelf, hashes[come:], tokens[come:])
-        self._evict(slot, shelf)
-        return shelf.stay, 0 if in_use else rested
+            rested.append(since_s)
+        there = in_use + len(rested)
+        if there < len(hashes):
+            self._bring(slot, shelf, hashes[there:], tokens[there:])
+        if shelf.held_tokens > shelf.capacity_tokens:
+            self._evict(slot, shelf)
+        self._note(slot, shelf)
+        return shelf.stay, in_use, rested
 
     def _bring(self, slot: int, shelf: _Shelf, hashes: Sequence[int], tokens: Sequence[int]) -> None:
         """Pin these blocks, which are not there, but for those that were left behind when others were discarded."""
-        holders, bit = self._holders, 1 << slot
+        users, idle, kept = shelf.users, shelf.idle, shelf.tokens
+        holders, bit, brought = self._holders, 1 << slot, 0
         for block, block_tokens in zip(hashes, tokens, strict=True):
-            shelf.users[block] = 1
-            if shelf.idle.pop(block, None) is None:
-                shelf.tokens[block] = block_tokens
-                shelf.held_tokens += block_tokens
+            users[block] = 1
+            if idle.pop(block, None) is None:
+                kept[block] = block_tokens
+                brought += block_tokens
                 holders[block] = holders.get(block, 0) | bit
+        shelf.held_tokens += brought
 
     def release(self, slot: int, stay: int, hashes: Sequence[int], now_s: float) -> None:
         """The request is over: what no other uses is idle from now on."""
@@ -158,7 +164,9 @@ class PrefixIndex:
             else:
                 del users[block]
                 idle[block] = now_s
-        self._evict(slot, shelf)
+        if shelf.held_tokens > shelf.capacity_tokens:
+            self._evict(slot, shelf)
+        self._note(slot, shelf)
 
     def discard(self, slot: int, stay: int, hashes: Sequence[int]) -> None:
         """Release blocks that `slot` was believed to get and did not: gone, unless another request uses them."""
@@ -182,6 +190,7 @@ class PrefixIndex:
         shelf = self._shelf(slot)
         shelf.capacity_tokens = capacity_tokens
         self._evict(slot, shelf)
+        self._note(slot, shelf)
 
     def forget(self, slot: int) -> None:
         """Drop everything `slot` was believed to hold: it restarted, or is gone."""
@@ -223,27 +232,6 @@ class PrefixIndex:
         self._reach(few.listed[-1])
         self._settle()
         return few.pick(self._oldest_at_s)
-
-    def resting(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[tuple[int, float]]]:
-        """What `slot` holds of a prompt from its start: tokens in use now, then resting ones.
-
-        These as parts of a prompt's tokens, each with the time since when it rests.
-        """
-        shelf = self._shelf(slot)
-        in_use = _in_use(shelf, hashes)
-        parts, part, part_since_s = list[tuple[int, float]](), 0, None
-        for block, block_tokens in zip(hashes[in_use:], tokens[in_use:], strict=True):
-            since_s = shelf.idle.get(block)
-            if since_s != part_since_s:
-                if part_since_s is not None:
-                    parts.append((part, part_since_s))
-                part, part_since_s = 0, since_s
-            if since_s is None:
-                break
-            part += block_tokens
-        if part_since_s is not None:
-            parts.append((part, part_since_s))
-        return sum(tokens[:in_use]), parts
 
     def resting_since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
         """Since when the block rests that has so many tokens before it, most recently used first.
@@ -306,7 +294,6 @@ class PrefixIndex:
             block, _ = idle.popitem(last=False)
             shelf.held_tokens -= shelf.tokens.pop(block)
             self._unhold(block, slot)
-        self._note(slot, shelf)
 
     def _unhold(self, block: int, slot: int) -> None:
         left = self._holders[block] & ~(1 << slot)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from policies.placement.calibration import LEVELS, SMALLEST_SCALE, Calibration, Evidence
 from policies.placement.prefix_index import PrefixIndex
+from policies.types import Promise
 
 REPORTED = 400_000
 PROMPT = 1_024  # tokens of a conversation's prompt, in blocks of
@@ -50,15 +51,20 @@ class Engine:
         hashes = [conversation * 100 + block for block in range(PROMPT // BLOCK)]
         tokens = [BLOCK] * len(hashes)
         promised = self.index.match(hashes, tokens, np.array([SLOT]))[0]
-        promise = self.calibration.promise(SLOT, hashes, tokens, self.now_s)
         self.calibration.promised(SLOT, promised)
-        stay, _ = self.index.pin(SLOT, hashes, tokens)
+        promise = self.promise(hashes, tokens, self.now_s)
         found = self._look_up(hashes)
-        self.index.release(SLOT, stay, hashes, self.now_s)
         if self.tells:
             self.calibration.answered(SLOT, promise, found)
         if self.counts:
             self.calibration.counted(SLOT, found, queues=False)
+
+    def promise(self, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> Promise | None:
+        """One request's; it ends at once."""
+        stay, in_use, rested = self.index.pin(SLOT, hashes, tokens)
+        promise = self.calibration.promise(SLOT, tokens, in_use, rested, now_s)
+        self.index.release(SLOT, stay, hashes, now_s)
+        return promise
 
     def _look_up(self, hashes: list[int]) -> int:
         found = next((at for at, block in enumerate(hashes) if block not in self._cache), len(hashes))
@@ -166,7 +172,7 @@ def test_a_promise_from_before_a_restart_is_not_held_against_it() -> None:
     for _ in range(200):
         engine.now_s += 1.0
         engine.index.insert(SLOT, hashes, [BLOCK] * len(hashes), engine.now_s)
-        promise = engine.calibration.promise(SLOT, hashes, [BLOCK] * len(hashes), engine.now_s)
+        promise = engine.promise(hashes, [BLOCK] * len(hashes), engine.now_s)
         engine.calibration.forget(SLOT)
         engine.calibration.answered(SLOT, None, 1.0)
         engine.calibration.answered(SLOT, promise, 0.0)
@@ -180,9 +186,9 @@ def test_what_others_are_just_bringing_is_not_promised() -> None:
     hashes, tokens = list(range(20)), [BLOCK] * 20
     engine.index.insert(SLOT, hashes, tokens, 0.0)
     engine.index.pin(SLOT, hashes[:10], tokens[:10])
-    assert engine.calibration.promise(SLOT, hashes, tokens, 0.5) is None  # before the first answer
+    assert engine.promise(hashes, tokens, 0.5) is None  # before the first answer
     engine.calibration.answered(SLOT, None, 1.0)
-    promise = engine.calibration.promise(SLOT, hashes, tokens, 1.0)
+    promise = engine.promise(hashes, tokens, 1.0)
     assert promise is not None
     assert (promise.pinned_tokens, sum(part for _, part in promise.parts)) == (10 * BLOCK, 10 * BLOCK)
     engine.calibration.answered(SLOT, None, 1.0)
@@ -196,11 +202,11 @@ def test_promises_are_noted_a_few_times_a_second() -> None:
     engine = Engine(REPORTED)
     hashes, tokens = [1, 2, 3], [BLOCK] * 3
     engine.index.insert(SLOT, hashes, tokens, 0.0)
-    engine.calibration.promise(SLOT, hashes, tokens, 0.0)
+    engine.promise(hashes, tokens, 0.0)
     engine.calibration.answered(SLOT, None, 1.0)
-    promises = [engine.calibration.promise(SLOT, hashes, tokens, 1.0 + 0.001 * turn) for turn in range(100)]
+    promises = [engine.promise(hashes, tokens, 1.0 + 0.001 * turn) for turn in range(100)]
     assert 4 <= sum(promise is not None for promise in promises) <= 6
-    assert engine.calibration.promise(SLOT, [1], [100], 9.0) is None
+    assert engine.promise([1], [100], 9.0) is None
 
 
 def test_nothing_is_corrected_unless_asked_for() -> None:
@@ -209,7 +215,7 @@ def test_nothing_is_corrected_unless_asked_for() -> None:
     engine.calibration.enabled = False
     engine.serve(1_500)
     assert (engine.scale, engine.calibration.evidence(SLOT)) == (1.0, Evidence.NONE)
-    assert engine.calibration.promise(SLOT, [1], [BLOCK], 1e6) is None
+    assert engine.promise([1], [BLOCK], 1e6) is None
 
 
 _EVENT = st.one_of(
@@ -233,7 +239,7 @@ def test_the_index_stays_within_its_bounds(events: list[tuple[str, int]], kept: 
         if what == "turn":
             engine.turn(figure)
             hashes = [figure * 100 + block for block in range(8)]
-            promise = calibration.promise(SLOT, hashes, [BLOCK] * 8, engine.now_s + 0.05) or promise
+            promise = engine.promise(hashes, [BLOCK] * 8, engine.now_s + 0.05) or promise
         elif what == "found":
             for _ in range(30):
                 calibration.answered(SLOT, promise, float(figure))
@@ -265,26 +271,21 @@ def test_kept_promises_never_shrink_an_index(seed: int, conversations: int) -> N
 
 
 class Busy:
-    """Many endpoints that serve the same prompt; how often their index is looked through, and how deep."""
+    """Many endpoints that serve the same prompt; how often their index is looked through."""
 
-    def __init__(self, endpoints: int, prompt: int = PROMPT) -> None:
+    def __init__(self, endpoints: int) -> None:
         self.index = PrefixIndex(REPORTED)
         self.calibration = Calibration(self.index)
         self.calibration.enabled = True
-        self.hashes, self.tokens = list(range(prompt // BLOCK)), [BLOCK] * (prompt // BLOCK)
+        self.hashes, self.tokens = list(range(PROMPT // BLOCK)), [BLOCK] * (PROMPT // BLOCK)
         self.slots = range(endpoints)
         self.promises: dict[int, int] = dict.fromkeys(self.slots, 0)
-        self.looks = self.walks = 0
+        self.walks = 0
         for slot in self.slots:
             self.calibration.set_capacity(slot, REPORTED)
-            stay, _ = self.index.pin(slot, self.hashes, self.tokens)
+            stay, *_ = self.index.pin(slot, self.hashes, self.tokens)
             self.index.release(slot, stay, self.hashes, 0.0)
-        self.resting, self.index.resting = self.index.resting, self._resting  # type: ignore[method-assign]
         self.since, self.index.resting_since = self.index.resting_since, self._since  # type: ignore[method-assign]
-
-    def _resting(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, list[tuple[int, float]]]:
-        self.looks += 1
-        return self.resting(slot, hashes, tokens)
 
     def _since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
         self.walks += 1
@@ -295,7 +296,7 @@ class Busy:
         for turn in range(round(10 * seconds)):
             for slot in self.slots:
                 now_s = from_s + turn / 10 + slot / 10 / len(self.slots)
-                promise = self.calibration.promise(slot, self.hashes, self.tokens, now_s)
+                promise = self.calibration.promise(slot, self.tokens, 0, [0.0] * len(self.tokens), now_s)
                 self.promises[slot] += promise is not None
                 self.calibration.answered(slot, promise, PROMPT)
 
@@ -324,11 +325,3 @@ def test_depths_that_are_long_out_of_date_promise_nothing() -> None:
     walked_again = busy.calibration._endpoints[first].marked_at_s > 11.0
     assert 90 <= busy.promises[first] <= 110
     assert not walked_again
-
-
-def test_a_prompt_of_which_little_rests_is_looked_up_no_more_often_than_others() -> None:
-    """Fifty times a second and endpoint: the look is what costs."""
-    busy = Busy(1, prompt=0)
-    for request in range(1_000):
-        busy.calibration.promise(SLOT, busy.hashes, busy.tokens, 1.0 + request / 1_000)
-    assert 45 <= busy.looks <= 51

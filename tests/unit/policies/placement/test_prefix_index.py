@@ -113,7 +113,7 @@ def _chain(path: list[int]) -> list[int]:
 def test_what_is_in_use_is_not_evicted() -> None:
     """A running request's prompt outlives one that came later and is over; once idle, the longest idle goes first."""
     index = PrefixIndex(256)
-    stay, _ = index.pin(0, [1, 2], [64, 64])
+    stay, *_ = index.pin(0, [1, 2], [64, 64])
     index.insert(0, [3, 4], [64, 64], 1.0)
     index.insert(0, [5, 6], [64, 64], 2.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
@@ -127,7 +127,7 @@ def test_what_is_in_use_is_not_evicted() -> None:
 def test_a_block_is_in_use_until_its_last_user_ends() -> None:
     """Two requests with the same head: the second keeps it when the first is over."""
     index = PrefixIndex(128)
-    (first, _), (second, _) = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
+    (first, *_), (second, *_) = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
     assert index.room_tokens(_slots(0)).tolist() == [-64]
     index.release(0, first, [1, 2], 1.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [64]
@@ -139,7 +139,7 @@ def test_a_block_is_in_use_until_its_last_user_ends() -> None:
 def test_what_did_not_get_there_is_not_held() -> None:
     """Unless another request brought it."""
     index = PrefixIndex(10_000)
-    stay, _ = index.pin(0, [1, 2, 3], [64, 64, 64])
+    stay, *_ = index.pin(0, [1, 2, 3], [64, 64, 64])
     index.pin(0, [1, 2], [64, 64])
     index.discard(0, stay, [2, 3])
     index.release(0, stay, [1], 1.0)
@@ -149,7 +149,7 @@ def test_what_did_not_get_there_is_not_held() -> None:
 def test_a_request_from_before_a_restart_releases_nothing() -> None:
     """What it pinned is gone; what others have pinned since is theirs."""
     index = PrefixIndex(10_000)
-    before, _ = index.pin(0, [1, 2], [64, 64])
+    before, *_ = index.pin(0, [1, 2], [64, 64])
     index.forget(0)
     index.pin(0, [1, 2], [64, 64])
     index.release(0, before, [1, 2], 1.0)
@@ -162,8 +162,8 @@ def test_only_idle_blocks_are_surely_there() -> None:
     """What other requests have only pinned may never come."""
     index = PrefixIndex(10_000)
     index.insert(0, [1, 2], [64, 64], 0.0)
-    assert index.pin(0, [1, 2, 3], [64, 64, 64]) == (0, 2)
-    assert index.pin(0, [1, 2, 3, 4], [64] * 4) == (0, 0)
+    assert index.pin(0, [1, 2, 3], [64, 64, 64]) == (0, 0, [0.0, 0.0])
+    assert index.pin(0, [1, 2, 3, 4], [64] * 4) == (0, 3, [])
 
 
 _steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "forget"]))
@@ -221,14 +221,14 @@ def _shared(left: list[int], right: list[int]) -> int:
 
 
 def test_what_rests_of_a_prompt_is_told_apart_from_what_is_in_use() -> None:
-    """From its start: in use, then at rest in parts by since when, up to the first block that is not there."""
+    """From its start: in use, then at rest and since when, up to the first block that is not there."""
     index = PrefixIndex(10_000)
     index.insert(0, [1, 2, 3, 4], [10, 20, 30, 40], 5.0)
     index.insert(0, [1, 2, 3], [10, 20, 30], 7.0)
     index.pin(0, [1], [10])
-    assert index.resting(0, [1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]) == (10, [(50, 7.0), (40, 5.0)])
-    assert index.resting(0, [9, 1], [10, 10]) == (0, [])
-    assert index.resting(3, [1], [10]) == (0, [])
+    assert index.pin(0, [1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]) == (0, 1, [7.0, 7.0, 5.0])
+    assert index.pin(0, [9, 1], [10, 10]) == (0, 0, [])
+    assert index.pin(3, [1], [10]) == (0, 0, [])
 
 
 def test_depths_are_told_by_since_when_their_blocks_rest() -> None:
