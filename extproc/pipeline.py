@@ -61,6 +61,7 @@ from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, R
 log = structlog.get_logger(__name__)
 
 _INVALID = "invalid_request_error"
+_NOWHERE, _FORM = ModelIn.NOWHERE, ModelIn.FORM  # every request asks: by the enum each takes ten times as long
 _INFLATED_AT_ONCE_BYTES = 256 * 1024
 """What is inflated on the loop: about a millisecond of text."""
 
@@ -244,7 +245,7 @@ class Pipeline:
         incoming = Incoming(api, headers, body, flight.request_id, read, flight.tenant)
         if read is None and _reads_slowly(headers, body) and api.model_in in _WITH_BODIES:
             return self._read_in_steps(incoming, flight)
-        if api.model_in is ModelIn.NOWHERE:
+        if api.model_in is _NOWHERE:
             return self._answer_models(generation, flight, headers)
         return self._decide_on(generation, flight, incoming, found)
 
@@ -335,7 +336,7 @@ class Pipeline:
             refusal = _judge_path(generation, headers, api)
         if refusal is None:
             refusal = self._too_busy(api)
-        if refusal is None and (api is None or api.model_in is not ModelIn.NOWHERE):
+        if refusal is None and (api is None or api.model_in is not _NOWHERE):
             refusal = _judge_content(generation, headers, api)
         flight.judged_by = generation if refusal is None else None
         return refusal
@@ -344,7 +345,7 @@ class Pipeline:
         """The refusal of all that takes a place."""
         if not self.draining and not self._flights.full:
             return None
-        if api is not None and api.model_in is ModelIn.NOWHERE:
+        if api is not None and api.model_in is _NOWHERE:
             return None
         return _SHUTTING_DOWN if self.draining else _too_many_requests()
 
@@ -670,7 +671,7 @@ def _judge_content(generation: Generation, headers: Mapping[str, str], api: Api 
         encoding = encoding_of(headers)
         if encoding and encoding not in SUPPORTED:
             return _unsupported_encoding(encoding)
-    if is_multipart(headers) != (api.model_in is ModelIn.FORM) and api.model_in in _WITH_BODIES:
+    if is_multipart(headers) != (api.model_in is _FORM) and api.model_in in _WITH_BODIES:
         return _unsupported_content_type(api)
     return None
 

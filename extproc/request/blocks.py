@@ -60,10 +60,10 @@ def _seed_without_salt(model: str, adapter: str | None) -> int:
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
     """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
-    hashes: list[int] = []
-    text = prompt if len(prompt) <= _COPIED_BYTES else memoryview(prompt)
-    hash_more(text, len(prompt), seed, hashes)
-    return hashes, ends_of(hashes)
+    length = len(prompt)
+    count = bisect_right(_ENDS, length)
+    text = prompt if length <= _COPIED_BYTES else memoryview(prompt)
+    return [seed := _hash(text[block], seed) for block in _BLOCKS[:count]], _ENDS[:count]
 
 
 def hash_more(prompt: bytes | memoryview, upto: int, seed: int, hashes: list[int]) -> None:

@@ -37,6 +37,7 @@ from policies.types import InferenceRequest, Kind, Reason, Refusal
 _NONE = msgspec.Raw(b"")
 _NOTHING = memoryview(b"")
 _INVALID = "invalid_request_error"
+_COMPLETION, _RESPONSE = Kind.COMPLETION, Kind.RESPONSE  # every request asks: by the enum each takes ten times as long
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -171,12 +172,11 @@ def _parsed(api: Api, fields: Any, model: str, prompt: bytes | memoryview) -> Pa
         max_tokens=(fields.max_completion_tokens and _count(fields.max_completion_tokens))
         or (fields.max_output_tokens and _count(fields.max_output_tokens))
         or (_count(fields.max_tokens) if fields.max_tokens else None),
-        choices=((fields.n and _count(fields.n)) or 1)
-        * (_prompts(fields.prompt) if api.kind is Kind.COMPLETION else 1),
+        choices=((fields.n and _count(fields.n)) or 1) * (_prompts(fields.prompt) if api.kind is _COMPLETION else 1),
         cache_salt=_text(fields.cache_salt) if fields.cache_salt else None,
         session_key=(fields.prompt_cache_key and _text(fields.prompt_cache_key))
         or (_text(fields.user) if fields.user else None),
-        stored=_stored(fields) if api.kind is Kind.RESPONSE else None,
+        stored=_stored(fields) if api.kind is _RESPONSE else None,
         stream_options=memoryview(fields.stream_options),
     )
 

@@ -113,6 +113,8 @@ class UnknownKind(Malformed):
 
 
 _parse = ext_proc.ProcessingRequest.FromString
+_REQUEST_HEADERS, _REQUEST_BODY = Phase.REQUEST_HEADERS, Phase.REQUEST_BODY  # by the enum each takes ten times as long
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 def read(raw: bytes) -> Received:
@@ -121,7 +123,7 @@ def read(raw: bytes) -> Received:
         length = len(raw) - len(_NO_METADATA) if raw.endswith(_NO_METADATA) else len(raw)
         frame, body = _whole_body_frame(length)
         if raw.startswith(frame) and raw.endswith(_END_OF_STREAM, 0, length):
-            return Received(Phase.REQUEST_BODY, body=raw[body], end_of_stream=True)
+            return Received(_REQUEST_BODY, _NO_HEADERS, raw[body], True)
     elif raw.startswith(_HEADERS_TAG):
         plain = _plain_headers(raw)
         if plain is not None:
@@ -184,7 +186,7 @@ def _plain_headers(raw: bytes) -> Received | None:
     if not list_end <= end <= len(raw) <= list_end + _LONGEST_TAIL:
         return None
     tail = _tail(raw[list_end:], end - list_end)
-    return None if tail is None else Received(Phase.REQUEST_HEADERS, headers, b"", *tail)
+    return None if tail is None else Received(_REQUEST_HEADERS, headers, b"", *tail)
 
 
 def _entries(block: bytes) -> dict[str, str]:

@@ -101,6 +101,14 @@ class Manner(IntEnum):
     """As STREAMED, but nothing is wanted back but the answer to the headers (NGINX Gateway Fabric)."""
 
 
+# Members that every request asks for. By its enum one is found in ten times the time of a name of our own.
+_HEADERS, _BODY, _ROUTED, _ANSWERED = Turn
+_BUFFERED, _STREAMED, _ = Manner
+_REQUEST_HEADERS, _REQUEST_BODY = Phase.REQUEST_HEADERS, Phase.REQUEST_BODY
+_NONE, _WHOLE, _IN_PIECES = BodyMode.NONE, BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED
+_UNSTATED = BodyMode.UNSTATED
+
+
 Sending: TypeAlias = list[bytes] | Pending
 """What to send, in order, or the promise of it."""
 
@@ -120,21 +128,21 @@ class Exchange(msgspec.Struct, eq=False):
     _endless: bool = False
     _one_address: bool = True
     _trailers: bool = False
-    manner: Manner = Manner.BUFFERED
-    turn: Turn = Turn.HEADERS
+    manner: Manner = _BUFFERED
+    turn: Turn = _HEADERS
 
     def receive(self, raw: bytes) -> Sending:
         """Take one message. Raises Malformed for bytes or an order that make no sense."""
         message = read(raw)
         phase = message.phase
         self._events.message(phase)
-        if self.turn is Turn.ANSWERED:
+        if self.turn is _ANSWERED:
             return []
-        if message.response_mode is not BodyMode.UNSTATED:
-            self._echoes = message.response_mode is BodyMode.FULL_DUPLEX_STREAMED
-        if phase is Phase.REQUEST_BODY:
+        if message.response_mode is not _UNSTATED:
+            self._echoes = message.response_mode is _IN_PIECES
+        if phase is _REQUEST_BODY:
             return self._on_body(message)
-        if phase is Phase.REQUEST_HEADERS:
+        if phase is _REQUEST_HEADERS:
             return self._on_headers(message)
         if phase is Phase.REQUEST_TRAILERS:
             return self._on_trailers()
@@ -143,39 +151,39 @@ class Exchange(msgspec.Struct, eq=False):
     # -- the request
 
     def _on_headers(self, message: Received) -> Sending:
-        if self.turn is not Turn.HEADERS:
+        if self.turn is not _HEADERS:
             raise Malformed("request headers came twice")
-        self.turn = Turn.BODY
+        self.turn = _BODY
         flight, headers = self._flight, message.headers
         self._headers, flight.subset, flight.claims = headers, message.subset, message.claims
         manner = _manner(message)
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner, wants_response = manner, message.wants_response
-        if manner is Manner.STREAMED:
+        if manner is _STREAMED:
             flight.hold_s = math.inf  # there Envoy has no limit to how long it waits for our answer
         else:
             flight.hold_s = self._decider.hold_s if self._hold_s is None else self._hold_s
         # who buffers answers as well is an Envoy AI Gateway: its clusters take one address, a list gets a 503
-        self._one_address = manner is not Manner.BUFFERED or wants_response
+        self._one_address = manner is not _BUFFERED or wants_response
         # CONNECT has a method but no path, and sends no body to wait for; nor has an upgrade one that would end,
         # nor perhaps a gRPC call: what its client streams is passed back piece by piece
         connect = ":path" not in headers and ":method" in headers
-        self._endless = manner is Manner.STREAMED and is_grpc(headers)
-        if message.end_of_stream or connect or self._endless or message.body_mode is BodyMode.NONE:
+        self._endless = manner is _STREAMED and is_grpc(headers)
+        if message.end_of_stream or connect or self._endless or message.body_mode is _NONE:
             self._end_of_stream = True
-            return self._decide(Phase.REQUEST_HEADERS)
+            return self._decide(_REQUEST_HEADERS)
         early = self._decider.refuse_early(flight, headers)
         if early is not None:
-            return self._answer(early, Phase.REQUEST_HEADERS, b"")
-        if manner is not Manner.BUFFERED:
+            return self._answer(early, _REQUEST_HEADERS, b"")
+        if manner is not _BUFFERED:
             return []
         return [accept(flight.request_id, keep_response=wants_response)]
 
     def _on_body(self, message: Received) -> Sending:
         if self._endless:
             return [*echo_request(message.body, end_of_stream=message.end_of_stream)]
-        if self.turn is not Turn.BODY:
+        if self.turn is not _BODY:
             raise Malformed("a request body came before the headers or after the decision")
         if self._body:
             self._collect(message.body)
@@ -183,9 +191,9 @@ class Exchange(msgspec.Struct, eq=False):
             self._body = message.body
         self._end_of_stream = message.end_of_stream
         # A body beyond the limit is decided at once, which refuses it: nothing may make us hold more.
-        whole = message.end_of_stream or self.manner is Manner.BUFFERED
+        whole = message.end_of_stream or self.manner is _BUFFERED
         if whole or len(self._body) > self._decider.largest_body_bytes:
-            return self._decide(Phase.REQUEST_BODY)
+            return self._decide(_REQUEST_BODY)
         return []
 
     def _collect(self, piece: bytes) -> None:
@@ -196,15 +204,15 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _on_trailers(self) -> Sending:
         """Trailers end the body of a caller that streams; the body's last piece did not say so."""
-        if self.turn is Turn.HEADERS:
+        if self.turn is _HEADERS:
             raise Malformed("request trailers came before the headers")
-        if self.turn is not Turn.BODY:
+        if self.turn is not _BODY:
             return [CONTINUE[Phase.REQUEST_TRAILERS]]
-        if self.manner is Manner.BUFFERED:
+        if self.manner is _BUFFERED:
             # the answer to trailers cannot carry a route, and a gateway must not choose behind our back
             return self._refuse(Refusal(400, "invalid_request_error", "the request has no body", Reason.EMPTY_BODY))
         self._trailers = True
-        return self._decide(Phase.REQUEST_BODY)
+        return self._decide(_REQUEST_BODY)
 
     def _refuse_mode(self, mode: BodyMode) -> list[bytes]:
         message = f"request bodies in mode {mode.name} cannot be routed; configure request_body_mode: BUFFERED"
@@ -213,7 +221,7 @@ class Exchange(msgspec.Struct, eq=False):
     def _refuse(self, refusal: Refusal) -> list[bytes]:
         """Refuse what is wrong with the conversation, not with the request."""
         self._events.refused_with(refusal.reason, refusal.status)
-        return self._answer(refuse(refusal), Phase.REQUEST_HEADERS, b"")
+        return self._answer(refuse(refusal), _REQUEST_HEADERS, b"")
 
     # -- the decision
 
@@ -227,22 +235,22 @@ class Exchange(msgspec.Struct, eq=False):
     def resolve(self, reply: Reply) -> list[bytes]:
         """Encode the reply a Pending came to."""
         body = bytes(self._body)
-        return self._answer(reply, Phase.REQUEST_BODY if body else Phase.REQUEST_HEADERS, body)
+        return self._answer(reply, _REQUEST_BODY if body else _REQUEST_HEADERS, body)
 
     def _answer(self, reply: Reply, phase: Phase, body: bytes) -> list[bytes]:
         """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
         self._headers, self._body = {}, b""
         if isinstance(reply, Answer):
-            self.turn = Turn.ANSWERED
+            self.turn = _ANSWERED
             return [render_answer(reply, self._flight.request_id)]
-        self.turn = Turn.ROUTED
+        self.turn = _ROUTED
         route = reply.for_one_address_callers() if self._one_address else reply
-        if self.manner is Manner.BUFFERED:
+        if self.manner is _BUFFERED:
             return [render_route(route, phase, body)]
         return self._answer_streamed(route, phase, body)
 
     def _answer_streamed(self, route: Route, phase: Phase, body: bytes) -> list[bytes]:
-        if phase is Phase.REQUEST_HEADERS:
+        if phase is _REQUEST_HEADERS:
             return render_streamed_route(route, b"", end_of_stream=False)
         sending = render_streamed_route(route, body, end_of_stream=self._end_of_stream)
         if self.manner is Manner.HEADERS_ONLY:
@@ -264,17 +272,17 @@ class Exchange(msgspec.Struct, eq=False):
 
 def _manner(message: Received) -> Manner | None:
     """How this caller wants to be answered; None for a body mode that cannot be served."""
-    if message.body_mode is BodyMode.BUFFERED:
-        return Manner.BUFFERED
-    if message.body_mode is BodyMode.FULL_DUPLEX_STREAMED:
-        return Manner.STREAMED
-    if message.body_mode is BodyMode.UNSTATED:
+    if message.body_mode is _WHOLE:
+        return _BUFFERED
+    if message.body_mode is _IN_PIECES:
+        return _STREAMED
+    if message.body_mode is _UNSTATED:
         # An old Envoy states no modes but shows the path; NGINX's shim shows neither.
-        return Manner.BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
+        return _BUFFERED if ":path" in message.headers or ":method" in message.headers else Manner.HEADERS_ONLY
     if message.end_of_stream:
-        return Manner.BUFFERED
-    if message.body_mode is BodyMode.NONE and (message.headers.get(":method") == "GET" or is_grpc(message.headers)):
-        return Manner.BUFFERED  # an upgrade, or a gRPC call: what follows is for the engine alone
+        return _BUFFERED
+    if message.body_mode is _NONE and (message.headers.get(":method") == "GET" or is_grpc(message.headers)):
+        return _BUFFERED  # an upgrade, or a gRPC call: what follows is for the engine alone
     return None
 
 
