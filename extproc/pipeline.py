@@ -267,9 +267,9 @@ class Pipeline:
             return replace(objection, asked_model=request.asked_model)
         if found is not None:
             apply_found(found, request)
-        elif plan.target.pool.precise is not None and request.prompt:
+        elif plan.target.precise and request.prompt:
             return self._look_up(flight, headers, body, read, plan)
-        if not headers.keys().isdisjoint(FORGED_HEADERS):
+        if not FORGED_HEADERS.isdisjoint(headers):
             plan = _without_forged(generation, headers, plan)
         parsed_at = perf_counter()
         self._parse_s(parsed_at - began)
@@ -352,9 +352,9 @@ class Pipeline:
     def _place(self, asked: Asked, began: float) -> Reply | Pending | Refusal:
         """Choose and commit, with nothing in between; or wait for a place."""
         flight, target, request = asked.flight, asked.plan.target, asked.plan.request
-        placement = self._fleet.placements[target.pool.name]
+        placement = self._fleet.placements[target.pool_name]
         flight.must_be_open()  # before anything is taken for it
-        room = None if target.pool.queue is None else self._room_for(asked)
+        room = self._room_for(asked) if target.queued else None
         if isinstance(room, Refusal):
             return room
         if self._quotas is not None:
@@ -412,7 +412,9 @@ class Pipeline:
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
         if plan.usage_asked_by is not None:
             self._events.usage_asked(plan.usage_asked_by)
-        terms = self._terms(target, placement, request, decision)
+        headers = self._terms(target, placement, request, decision)
+        if target.queued or request.tenant is not None:
+            headers += generation.engine_priority(asked.headers, target.pool, request)
         self._events.decided(
             decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
         )
@@ -428,7 +430,7 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            terms + generation.engine_priority(asked.headers, target.pool, request),
+            headers,
             plan.splices,
             target.list_for_all,
             plan.remove_headers + generation.hidden_headers,
@@ -437,7 +439,7 @@ class Pipeline:
     def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
         """How often it is tried and how long it may take, for Envoy."""
         budgets = self._retry_budgets
-        retry = budgets is None or not target.terms.retries or budgets.admit(target.pool.name)
+        retry = budgets is None or not target.terms.retries or budgets.admit(target.pool_name)
         if not retry:
             decision.fallbacks += (Fallback.RETRY_BUDGET,)
         slot, state = decision.order[0], self._fleet.state
@@ -516,7 +518,7 @@ class Pipeline:
 
     def _broken(self, plan: Plan) -> Refusal | None:
         """The refusal of a request to a model of which too many have failed."""
-        return None if self._breaking is None else self._breaking.judge(plan.target.pool.name)
+        return None if self._breaking is None else self._breaking.judge(plan.target.pool_name)
 
     def _unplaceable(self, target: Target, nowhere: Unplaceable) -> Refusal:
         """Why nobody takes the request."""

@@ -28,9 +28,15 @@ from vllm_adapters.health import OURSELVES
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a model name leads: the pool, and the name its engines know."""
+    """Where a model name leads: the pool, and the name its engines know.
+
+    What every request asks of the pool stands here too: of a pydantic model each attribute takes five times as long.
+    """
 
     pool: Pool
+    pool_name: str
+    queued: bool
+    precise: bool
     model: str
     rates: TokenRates
     list_length: int
@@ -45,12 +51,14 @@ class Space:
 
     `pools`: those that it sees; None where everybody sees all of them, and is placed by their own policies.
     `policies`: pool -> the name of the policy that its requests are placed by there, where that is not the pool's own.
+    `injects_usage`: its streams are asked for their usage by us, if not by the client.
     """
 
     targets: Mapping[str, Target]
     default_model: str | None
     pools: frozenset[str] | None = None
     policies: Mapping[str, str] = field(default_factory=dict)
+    injects_usage: bool = False
 
     def sees(self, target: Target) -> bool:
         """Whether a pool exists here."""
@@ -127,7 +135,18 @@ class Generation:
     def _target(self, pool: Pool, model: str, terms: Terms) -> Target:
         wire = self.config.wire
         rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
-        return Target(pool, model, rates, self.list_length, wire.endpoint_list == "list", terms, pool.cluster_name)
+        return Target(
+            pool,
+            pool.name,
+            pool.queue is not None,
+            pool.precise is not None,
+            model,
+            rates,
+            self.list_length,
+            wire.endpoint_list == "list",
+            terms,
+            pool.cluster_name,
+        )
 
     @cached_property
     def hidden_headers(self) -> tuple[str, ...]:
@@ -138,8 +157,7 @@ class Generation:
 
     def space_of(self, tenant: str | None) -> Space:
         """What of the fleet there is for this tenant."""
-        tenants = self.config.tenants
-        if tenants is None or tenant is None:
+        if tenant is None or (tenants := self.config.tenants) is None:
             return self._whole
         return self._spaces[f"named.{tenant}" if tenant in tenants.named else "default"]
 
@@ -157,7 +175,8 @@ class Generation:
         targets |= {alias: self.targets[model] for alias, model in quota.aliases.items()}
         default = quota.default_model or self.config.routing.default_model
         policies = {pool: name_for(policy, where) for pool, policy in quota.policies.items()}
-        return Space(targets, default if default in targets else None, frozenset(seen), policies)
+        injects_usage = self.config.tenants is not None and self.config.tenants.usage == "inject"
+        return Space(targets, default if default in targets else None, frozenset(seen), policies, injects_usage)
 
     def urgency_of(self, headers: Mapping[str, str], pool: Pool, tenant: str | None) -> Urgency | None:
         """A request's class and priority in the pool's queue; None if it names a class that is none of it."""
@@ -198,8 +217,3 @@ class Generation:
             for one in pool.queue.classes
             if one.engine_priority is not None
         }
-
-    def injects_usage(self, tenant: str | None) -> bool:
-        """Whether a tenant's streams are asked for their usage by us, if not by the client."""
-        tenants = self.config.tenants
-        return tenants is not None and tenant is not None and tenants.usage == "inject"

@@ -83,11 +83,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     """Read the request. A Refusal for one that leads nowhere, or where its tenant sees nothing."""
-    plan = _READERS[incoming.api.model_in](generation, stored, incoming)
-    if isinstance(plan, Refusal):
-        return plan
     space = generation.space_of(incoming.tenant)
-    if space.pools is None:
+    plan = _READERS[incoming.api.model_in](generation, space, stored, incoming)
+    if space.pools is None or isinstance(plan, Refusal):
         return plan
     if space.sees(plan.target):
         plan.request.policy = space.policies.get(plan.target.pool.name)
@@ -100,7 +98,7 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
 # -- a body that names its model
 
 
-def _read_body(generation: Generation, incoming: Incoming) -> Read | Refusal:
+def _read_body(generation: Generation, space: Space, incoming: Incoming) -> Read | Refusal:
     """Read a body that names its model."""
     headers, plain = incoming.headers, incoming.body
     if "content-encoding" in headers:
@@ -108,7 +106,6 @@ def _read_body(generation: Generation, incoming: Incoming) -> Read | Refusal:
         if isinstance(inflated, Refusal):
             return inflated
         plain = inflated
-    space = generation.space_of(incoming.tenant)
     parsed = _parse(generation, space, incoming, plain)
     if isinstance(parsed, Refusal):
         return parsed
@@ -144,8 +141,8 @@ def _read_before(read: Read | Refusal) -> Read | Refusal:
     return with_changed(read, request=copy(read.request)) if isinstance(read, Read) else read
 
 
-def _from_body(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
-    read = _read_body(generation, incoming) if incoming.read is None else _read_before(incoming.read)
+def _from_body(generation: Generation, space: Space, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+    read = _read_body(generation, space, incoming) if incoming.read is None else _read_before(incoming.read)
     if isinstance(read, Refusal):
         return read
     plain, parsed, target, request = read.plain, read.parsed, read.target, read.request
@@ -160,7 +157,7 @@ def _from_body(generation: Generation, stored: StoredResponses, incoming: Incomi
             own_id = parsed.stored.own_id or PREFIX + incoming.request_id
             if parsed.stored.own_id is None:
                 edits = (*edits, insert_field(plain, "request_id", msgspec.json.encode(own_id)))
-    if generation.injects_usage(incoming.tenant):
+    if space.injects_usage:
         usage = ask_for_usage(plain, parsed)
         edits += usage.splices if usage else ()
     asked_by = usage.by if usage else None
@@ -233,10 +230,9 @@ def _stay_with_previous(
 # -- no body that names a model
 
 
-def _from_query(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+def _from_query(_: Generation, space: Space, _stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     query = incoming.headers.get(":path", "").partition("?")[2]
     named = parse_qs(query, max_num_fields=_MOST_QUERY_FIELDS, errors="replace").get("model", [""])[0]
-    space = generation.space_of(incoming.tenant)
     model = named or space.default_model
     if not model:
         return no_model()
@@ -247,14 +243,14 @@ def _from_query(generation: Generation, _: StoredResponses, incoming: Incoming) 
 _MOST_QUERY_FIELDS = 100
 
 
-def _from_path(generation: Generation, _: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+def _from_path(generation: Generation, _: Space, _stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     target = generation.target_of_path(canonical(path_of(incoming.headers)), incoming.headers)
     if target is None:
         return unknown_path(path_of(incoming.headers))
     return Plan(target, _bare_request(incoming, target.model, target))
 
 
-def _from_response_id(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
+def _from_response_id(generation: Generation, _: Space, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     asked = response_id(path_of(incoming.headers))
     made = stored.find(asked, incoming.tenant)
     target = None if made is None else generation.targets.get(made.model)
@@ -271,7 +267,7 @@ def _bare_request(incoming: Incoming, asked_model: str, target: Target) -> Infer
     return to_request(nothing, target.model, target.rates, session_key=_session(incoming.headers))
 
 
-_Reader: TypeAlias = Callable[[Generation, StoredResponses, Incoming], Plan | Refusal]
+_Reader: TypeAlias = Callable[[Generation, Space, StoredResponses, Incoming], Plan | Refusal]
 _READERS: dict[ModelIn, _Reader] = {
     ModelIn.JSON: _from_body,
     ModelIn.FORM: _from_body,
