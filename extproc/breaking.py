@@ -125,12 +125,16 @@ class Breaking:
             self._avoid_zones()
 
     def _model_saw(self, flight: Flight, completion: Completion, *, good: bool) -> None:
-        pool, breaker, took_s = flight.pool, self._models.get(flight.pool), completion.duration_s
-        if good and took_s is not None and pool in self._fleet.placements:
+        pool, took_s = flight.pool, completion.duration_s
+        placement = self._fleet.placements.get(pool)
+        if placement is None:
+            return  # it is gone
+        if good and took_s is not None:
             mean_s = self._mean_s.get(pool, took_s)
             self._mean_s[pool] = mean_s + _DURATION_WEIGHT * (took_s - mean_s)
+        breaker = self._models.get(pool)
         if breaker is not None:
-            alone = len(self._fleet.placements[pool].members) < 2
+            alone = len(placement.members) < 2
             self._saw("model", pool, breaker, flight, good=good, by=None if alone else flight.served_by)
 
     def _zone_saw(self, flight: Flight, address: str, *, good: bool) -> None:

@@ -636,7 +636,7 @@ def _completion(entry: accesslog_pb2.HTTPAccessLogEntry, common: accesslog_pb2.A
         flags,
         response.response_code_details,
         common.upstream_request_attempt_count,
-        _failure(common, flags, status),
+        _failure(common, flags, status) if flags or status >= 500 else None,
         _seconds(common.duration) if common.HasField("duration") else None,
         ttft_s,
         request.request_body_bytes,
@@ -658,7 +658,8 @@ def _request_id(entry: accesslog_pb2.HTTPAccessLogEntry) -> str:
     ours = entry.common_properties.metadata.filter_metadata.get(METADATA_NAMESPACE)
     value = None if ours is None else ours.fields.get("request_id")
     if value is not None:
-        return str(value.string_value)
+        request_id: str = value.string_value
+        return request_id
     return str(entry.request.request_headers.get(REQUEST_ID_HEADER, ""))
 
 
@@ -671,7 +672,8 @@ def _address(common: accesslog_pb2.AccessLogCommon) -> str | None:
 
 
 def _seconds(span: duration_pb2.Duration) -> float:
-    return float(span.seconds + span.nanos * 1e-9)
+    seconds: float = span.seconds + span.nanos * 1e-9
+    return seconds
 
 
 def _upstream_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
