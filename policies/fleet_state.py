@@ -68,8 +68,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     ("gpu_memory_used", np.float64, np.nan),
 )
 _KEPT_ON_REUSE = ("generation",)
-_LOAD = ("in_flight", "in_flight_prompt_tokens", "kv_capacity_tokens")
-"""Rows of one array: nearly every decision takes all three, of the same slots."""
+_LOAD = ("in_flight", "in_flight_prompt_tokens", "kv_capacity_tokens", "foreign")
+"""Rows of one array: nearly every decision takes the first three or all of them, of the same slots."""
 _COUNTS = ("in_flight", "in_flight_prompt_tokens")
 """Whole numbers, though policies calculate with them as floats."""
 
@@ -373,10 +373,10 @@ class FleetState:
 
     def load(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of each of `slots` requests and prompt tokens in flight and KV capacity in tokens, shape (3, n)."""
-        return self._load.take(slots, 1)
+        return self._load[:3].take(slots, 1)
 
     def load_of_few(self, few: FewSlots) -> list[list[float]]:
-        """The same of a few, as lists."""
+        """The same of a few, as lists, and behind them `foreign`."""
         rows: list[list[float]] = self._load[:, few.columns].tolist()
         return rows
 

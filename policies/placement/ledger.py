@@ -247,14 +247,7 @@ class Ledger:
     def _show(self, slot: int) -> None:
         """Another rate may have been learned."""
         self._rate[slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
-        self._show_backlog(slot)
-
-    def _show_backlog(self, slot: int) -> None:
-        """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
-        rate = self._rate[slot]
-        self._done_at_s[slot] = self.bucket_at_s[slot] + self.bucket[slot] / rate
-        self._longest_s[slot] = self.pending_work[slot] / rate
-        self._stirred.add(slot)
+        self._fill(slot, self.bucket[slot], self.bucket_at_s[slot])
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
         time_s = max(time_s, _SHORTEST_S)
@@ -293,15 +286,20 @@ class Ledger:
         left = self.bucket[slot] - self._rate[slot] * (now_s - self.bucket_at_s[slot])
         return min(max(left, 0.0), self.pending_work[slot])
 
-    def _fill(self, slot: int, work: float, now_s: float) -> None:
-        self.bucket[slot], self.bucket_at_s[slot] = work, now_s
-        self._show_backlog(slot)
+    def _fill(self, slot: int, work: float, at_s: float) -> None:
+        """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
+        rate = self._rate[slot]
+        self.bucket[slot], self.bucket_at_s[slot] = work, at_s
+        self._done_at_s[slot], self._longest_s[slot] = at_s + work / rate, self.pending_work[slot] / rate
+        self._stirred.add(slot)
 
     def _show_all(self, slots: Slots) -> None:
         if len(slots):
             self._reach(slots.item(-1))
+        rate, done_at_s, longest_s = self._pace_by_slot
         for slot in self._stirred:
-            self._pace[:, slot] = self._rate[slot], self._done_at_s[slot], self._longest_s[slot]
+            rate[slot], done_at_s[slot] = self._rate[slot], self._done_at_s[slot]
+            longest_s[slot] = self._longest_s[slot]
         self._stirred.clear()
 
     def _reach(self, slot: int) -> None:
@@ -313,6 +311,7 @@ class Ledger:
         self.pending, self.pending_tokens = np.pad(self.pending, (0, more)), np.pad(self.pending_tokens, (0, more))
         self._pending, self._pending_tokens = one_by_one(self.pending), one_by_one(self.pending_tokens)
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
+        self._pace_by_slot = [one_by_one(row) for row in self._pace]
         for column in (
             self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,
             self._rate, self._done_at_s, self._longest_s,

@@ -252,10 +252,11 @@ class MarginalCost:
         scores: list[float],
     ) -> None:
         weight, fade_s, prompt = self._spec.eviction_weight, self._spec.eviction_fade_s, asks.longest_prompt
-        for position, (matched, room) in enumerate(zip(asks.matched_tokens, figures.room, strict=True)):
-            uncached = max(prompt - matched, 0.0)
+        columns = zip(asks.matched_tokens, figures.room, figures.rate, idle_s, strict=True)
+        for position, (matched, room, rate, idle) in enumerate(columns):
+            uncached = max(prompt - matched, 0.0) if matched else prompt
             if uncached > room:
-                scores[position] -= weight * uncached / figures.rate[position] * exp(-idle_s[position] / fade_s)
+                scores[position] -= weight * uncached / rate * exp(-idle / fade_s)
 
     def _add_overflow(
         self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]], scores: list[float]
@@ -306,9 +307,9 @@ def _figures(view: View, longest_prompt: float) -> _Figures[Floats]:
 
 
 def _figures_of_few(view: View, few: FewSlots, longest_prompt: float) -> _Figures[Sequence[float]]:
-    in_flight, held, capacity = view.state.load_of_few(few)
+    in_flight, held, capacity, foreign = view.state.load_of_few(few)
     running = in_flight
-    if view.state.has_foreign:
+    if any(foreign):
         running, held = [column.tolist() for column in _others(view)]
     now_s, idle_s = view.now_s, None
     rate, wait_s = view.ledger.prefill_of_few(few, now_s)

@@ -49,14 +49,18 @@ def _max_of_many(scores: Floats, length: int, rng: Random, margin: float) -> lis
 def _best_of_few(left: list[float], length: int, rng: Random, margin: float) -> list[int]:
     """The same for a short list of finite scores: three array operations a place cost more than a look at all."""
     order, best, width = [], max(left), margin + _TIE
+    level, equals = inf, list[int]()  # which scores are as good as that
     for _ in range(length):
         position = left.index(best)
         left[position] = -inf
         second = max(left)
         if second >= best - width:  # there is another as good
             left[position] = best
-            least = best - width
-            position = rng.choice([place for place, score in enumerate(left) if score >= least])
+            if best != level:  # else these are the equals of the one before, but for that
+                level, least = best, best - width
+                equals = [place for place, score in enumerate(left) if score >= least]
+            position = rng.choice(equals)
+            equals.remove(position)
             left[position] = -inf
             second = max(left)
         order.append(position)

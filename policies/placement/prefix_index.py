@@ -28,7 +28,7 @@ from math import inf
 
 import numpy as np
 
-from policies.types import FewSlots, Floats, Slots
+from policies.types import FewSlots, Floats, Slots, one_by_one
 
 
 class _Shelf:
@@ -56,8 +56,7 @@ class PrefixIndex:
         self._room_tokens: list[float] = []
         self._oldest_at_s: list[float] = []
         self._stirred: set[int] = set()  # whose oldest may be another by now
-        self._shown = np.empty((2, 0))
-        self._unshown: set[int] = set()  # of which other figures stand in the arrays
+        self._reach(15)
 
     def match(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
         """Contiguous tokens that each of `slots`, which rise, holds of the prompt, shape (n,)."""
@@ -212,8 +211,8 @@ class PrefixIndex:
 
     def room_tokens(self, slots: Slots) -> Floats:
         """Tokens that fit before something is evicted, shape (n,)."""
-        self._show(slots.item(-1))
-        room: Floats = self._shown[0].take(slots)
+        self._reach(slots.item(-1))
+        room: Floats = self._rooms.take(slots)
         return room
 
     def room_of_few(self, few: FewSlots) -> Sequence[float]:
@@ -223,8 +222,9 @@ class PrefixIndex:
 
     def oldest_at_s(self, slots: Slots) -> Floats:
         """Since when the next block to be evicted is idle, shape (n,); endless where none is."""
-        self._show(slots.item(-1))
-        since_s: Floats = self._shown[1].take(slots)
+        self._reach(slots.item(-1))
+        self._settle()
+        since_s: Floats = self._oldest.take(slots)
         return since_s
 
     def oldest_of_few(self, few: FewSlots) -> Sequence[float]:
@@ -256,29 +256,20 @@ class PrefixIndex:
     def _reach(self, slot: int) -> None:
         missing = slot + 1 - len(self._room_tokens)
         if missing > 0:
-            self._room_tokens += [float(self.default_capacity_tokens)] * missing
-            self._oldest_at_s += [inf] * missing
+            self._room_tokens += [float(self.default_capacity_tokens)] * (missing + 16)
+            self._oldest_at_s += [inf] * (missing + 16)
+            self._rooms, self._oldest = np.array(self._room_tokens), np.array(self._oldest_at_s)
+            self._rooms_by_slot, self._oldest_by_slot = one_by_one(self._rooms), one_by_one(self._oldest)
 
     def _settle(self) -> None:
         """Find the oldest again where it may be another."""
         for slot in self._stirred:
-            self._oldest_at_s[slot] = next(iter(self._shelves[slot].idle.values()), inf)
-        self._unshown |= self._stirred
+            oldest_at_s = next(iter(self._shelves[slot].idle.values()), inf)
+            self._oldest_at_s[slot] = self._oldest_by_slot[slot] = oldest_at_s
         self._stirred.clear()
 
-    def _show(self, last: int) -> None:
-        """Have the arrays say what the lists do, up to this slot."""
-        self._reach(last)
-        self._settle()
-        if self._shown.shape[1] < len(self._room_tokens):
-            self._shown = np.array((self._room_tokens, self._oldest_at_s))
-        else:
-            for slot in self._unshown:
-                self._shown[:, slot] = self._room_tokens[slot], self._oldest_at_s[slot]
-        self._unshown.clear()
-
     def _note(self, slot: int, shelf: _Shelf) -> None:
-        self._room_tokens[slot] = shelf.capacity_tokens - shelf.held_tokens
+        self._room_tokens[slot] = self._rooms_by_slot[slot] = shelf.capacity_tokens - shelf.held_tokens
         self._stirred.add(slot)
 
     def _shelf(self, slot: int) -> _Shelf:
@@ -289,11 +280,17 @@ class PrefixIndex:
         return shelf
 
     def _evict(self, slot: int, shelf: _Shelf) -> None:
-        idle = shelf.idle
-        while shelf.held_tokens > shelf.capacity_tokens and idle:
+        idle, tokens, holders, others = shelf.idle, shelf.tokens, self._holders, ~(1 << slot)
+        capacity, held = shelf.capacity_tokens, shelf.held_tokens
+        while held > capacity and idle:
             block, _ = idle.popitem(last=False)
-            shelf.held_tokens -= shelf.tokens.pop(block)
-            self._unhold(block, slot)
+            held -= tokens.pop(block)
+            left = holders[block] & others  # as _unhold, which a call a block would double the time of
+            if left:
+                holders[block] = left
+            else:
+                del holders[block]
+        shelf.held_tokens = held
 
     def _unhold(self, block: int, slot: int) -> None:
         left = self._holders[block] & ~(1 << slot)
