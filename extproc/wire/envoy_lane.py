@@ -25,7 +25,7 @@ from extproc.names import ACCESS_LOG_SOCKET, EXT_PROC_SOCKET
 from extproc.reply import Pending, Reply
 from extproc.wire.access_log import AccessLog
 from extproc.wire.grpc_server import PortTaken
-from extproc.wire.http2 import Call, Connection, GrpcStatus, Limits, Stream
+from extproc.wire.http2 import Call, Connection, GrpcStatus, Limits, Message, Stream
 from extproc.wire.messages import Malformed, UnknownKind
 from extproc.wire.processor import Decider, Exchange, Sending, WireEvents
 
@@ -60,10 +60,10 @@ class ExtProcCall:
         self._flight = flights.open()
         self._exchange = Exchange(self._flight, decider, events, hold_s)
         self._pending: asyncio.Future[Reply] | None = None
-        self._queued: list[bytes] = []
+        self._queued: list[Message] = []
         self._ends = False
 
-    def message(self, raw: bytes) -> None:
+    def message(self, raw: Message) -> None:
         """One message of Envoy's."""
         if self._pending is None:
             try:
@@ -134,9 +134,9 @@ class AccessLogCall:
         self._stream = stream
         self._access_log = access_log
 
-    def message(self, raw: bytes) -> None:
+    def message(self, raw: Message) -> None:
         """Some entries."""
-        self._access_log.receive(raw)
+        self._access_log.receive(raw if isinstance(raw, bytes) else b"".join(raw))
 
     def ended(self) -> None:
         """Envoy closes the stream; the answer is an empty message."""

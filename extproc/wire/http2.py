@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME = struct.Struct(">IBI")
@@ -109,10 +109,14 @@ class Limits:
     control_frames: int = 10_000
 
 
+Message: TypeAlias = bytes | list[bytes | memoryview]
+"""Of one that came in several frames the pieces, to be joined: whoever wants but a part of it copies no more."""
+
+
 class Call(Protocol):
     """One call of the method, as the connection sees it."""
 
-    def message(self, raw: bytes) -> None:
+    def message(self, raw: Message) -> None:
         """One message of the client's."""
 
     def ended(self) -> None:
@@ -294,8 +298,8 @@ class Stream:
         if after > begin:
             self._keep(data, begin, after)
             if not self._lacking:
-                whole, self._parts = b"".join(self._parts), []
-                self.call.message(whole)
+                pieces, self._parts = self._parts, []
+                self.call.message(pieces)
         return after
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
@@ -334,7 +338,7 @@ class Stream:
 class _Gone:
     """Whose stream is over."""
 
-    def message(self, raw: bytes) -> None:
+    def message(self, raw: Message) -> None:
         """Too late."""
 
     def ended(self) -> None:

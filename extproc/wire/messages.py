@@ -117,8 +117,10 @@ _REQUEST_HEADERS, _REQUEST_BODY = Phase.REQUEST_HEADERS, Phase.REQUEST_BODY  # b
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-def read(raw: bytes) -> Received:
-    """Decode one ProcessingRequest. Raises Malformed."""
+def read(raw: bytes | list[bytes | memoryview]) -> Received:
+    """Decode one ProcessingRequest, perhaps in pieces. Raises Malformed."""
+    if isinstance(raw, list):
+        return _body_of(raw) or read(b"".join(raw))
     if raw.startswith(_BODY_TAG):
         length = len(raw) - len(_NO_METADATA) if raw.endswith(_NO_METADATA) else len(raw)
         frame, body = _whole_body_frame(length)
@@ -264,6 +266,20 @@ def _whole_body_frame(length: int) -> tuple[bytes, slice]:
 
 _NO_FRAME = b"\0"
 """What no message begins with that is asked about."""
+
+
+def _body_of(pieces: list[bytes | memoryview]) -> Received | None:
+    """A message that is a whole request body and nothing else, joined without what stands around that; None for others.
+
+    Its frame must lie in the first piece, and what ends it in the last.
+    """
+    first, last, length = pieces[0], pieces[-1], sum(map(len, pieces))
+    ending = _END_OF_STREAM + (_NO_METADATA if last[-len(_NO_METADATA) :] == _NO_METADATA else b"")
+    frame, _ = _whole_body_frame(length - len(ending) + len(_END_OF_STREAM))
+    if len(pieces) == 1 or frame == _NO_FRAME or first[: len(frame)] != frame or last[-len(ending) :] != ending:
+        return None
+    body = b"".join((memoryview(first)[len(frame) :], *pieces[1:-1], memoryview(last)[: -len(ending)]))
+    return Received(_REQUEST_BODY, _NO_HEADERS, body, True)
 
 
 _LONGEST_VARINT = 5

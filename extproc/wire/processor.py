@@ -131,8 +131,8 @@ class Exchange(msgspec.Struct, eq=False):
     manner: Manner = _BUFFERED
     turn: Turn = _HEADERS
 
-    def receive(self, raw: bytes) -> Sending:
-        """Take one message. Raises Malformed for bytes or an order that make no sense."""
+    def receive(self, raw: bytes | list[bytes | memoryview]) -> Sending:
+        """Take one message, perhaps in pieces. Raises Malformed for bytes or an order that make no sense."""
         message = read(raw)
         phase = message.phase
         self._events.message(phase)

@@ -19,7 +19,7 @@ import h2.settings
 import pytest
 from broken_frames import BROKEN, HELLO, OPEN, frame, grpc
 
-from extproc.wire.http2 import Connection, ErrorCode, Frame, GrpcStatus, Limits, Stream
+from extproc.wire.http2 import Connection, ErrorCode, Frame, GrpcStatus, Limits, Message, Stream
 
 HEADERS = [
     (":method", "POST"), (":scheme", "http"), (":path", "/a.B/C"), (":authority", "x"),
@@ -37,9 +37,10 @@ class Echo:
         self.has_ended = self.times_closed = 0
         server.calls.append(self)
 
-    def message(self, raw: bytes) -> None:
+    def message(self, raw: Message) -> None:
         """One more."""
         assert not self.times_closed
+        raw = raw if isinstance(raw, bytes) else b"".join(raw)
         self.messages.append(raw)
         for answer in self.server.answer(raw):
             self.stream.send(answer)

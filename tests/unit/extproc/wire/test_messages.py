@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -146,6 +147,30 @@ def test_a_whole_body_is_read_by_hand(
     assert not size or not end_of_stream or read(message.SerializeToString()) == by_hand
 
 
+def read_in_pieces(raw: bytes, *cuts: int) -> object:
+    """What is made of a message that came in pieces, as HTTP/2 keeps them; Malformed as its class."""
+    places = sorted({0, *(min(cut, len(raw)) for cut in cuts), len(raw)})
+    try:
+        return read([memoryview(raw)[start:end] if start % 2 else raw[start:end] for start, end in pairwise(places)])
+    except Malformed:
+        return Malformed
+
+
+@pytest.mark.parametrize("metadata", [False, True])
+def test_a_body_in_pieces_is_joined_without_what_stands_around_it(
+    metadata: bool,  # noqa: FBT001 - a case
+) -> None:
+    """Wherever its message is cut it is the same body, and with a usual cut it is copied but once."""
+    message = ext_proc.ProcessingRequest()
+    message.request_body.body, message.request_body.end_of_stream = bytes(range(256)) * 100, True
+    if metadata:
+        message.metadata_context.SetInParent()
+    raw = message.SerializeToString()
+    for cut in (*range(1, 12), 16_384, *range(len(raw) - 8, len(raw))):
+        assert read_in_pieces(raw, cut) == read_in_pieces(raw, 9_000, cut) == read(raw)
+    assert messages._body_of([raw[:16_379], memoryview(raw)[16_379:]]) == read(raw)
+
+
 PARTS = (
     "22", "0a", "1001", "1000", "22030a0178", "22050a01781001", "8000", "1200", "05", "02", "00", "858000", "616263",
     "ffffffff7f", "3801", "0a0178", "07", "4200",
@@ -157,8 +182,10 @@ PARTS = (
 def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int, by: bytes) -> None:
     """Whatever stands there: the same message, or the same fault."""
     raw = bytes.fromhex("".join(parts))
-    by_hand, by_upb = as_upb_reads(raw[:at] + by + raw[at + len(by) :])
+    changed = raw[:at] + by + raw[at + len(by) :]
+    by_hand, by_upb = as_upb_reads(changed)
     assert by_hand == by_upb
+    assert not changed or read_in_pieces(changed, at + 1, at + 4) == by_hand
 
 
 PLAIN = headers_message({":method": "POST", ":path": "/v1/models", "x-a": "1" * 90}, end_of_stream=True)
