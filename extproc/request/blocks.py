@@ -41,6 +41,7 @@ def _ends() -> list[int]:
 _BLOCKS = [slice(start, end) for start, end in pairwise(_ends())]
 _ENDS = [block.stop for block in _BLOCKS]
 """Where the blocks of any prompt lie: they are the same for all."""
+_END_ARRAY = np.array(_ENDS)
 
 _hash = xxhash.xxh3_64_intdigest
 
@@ -81,7 +82,7 @@ def ends_of(hashes: list[int]) -> list[int]:
 def block_tokens(
     ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
 ) -> list[int]:
-    """Tokens per block, adding up to the prompt's share that lies in whole blocks.
+    """Tokens per block, adding up to the prompt's share that lies in whole blocks, which end at `ends`.
 
     Text is spread evenly over its bytes; an image's tokens are spread over the bytes of its own data URL.
     """
@@ -89,7 +90,7 @@ def block_tokens(
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
         return list(map(sub, cumulative, chain((0,), cumulative)))
     if len(ends) > _FEW_BLOCKS and ends[-1] * tokens <= _MOST_OF_AN_ARRAY:
-        upto = np.array(ends) * tokens // prompt_bytes
+        upto = _END_ARRAY[: len(ends)] * tokens // prompt_bytes
         shares: list[int] = np.diff(upto, prepend=0).tolist()
         return shares
     shares, before = [], 0

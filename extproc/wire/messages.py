@@ -8,6 +8,7 @@ compare the two.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from functools import lru_cache
@@ -282,8 +283,8 @@ def _body_of(pieces: list[bytes | memoryview]) -> Received | None:
     return Received(_REQUEST_BODY, _NO_HEADERS, body, True)
 
 
-_LONGEST_VARINT = 5
-"""Of a message's length, which has 32 bits at most."""
+_SPACES = [(1 << 7 * width) - 1 + width for width in range(1, 6)]
+"""The largest that a varint of one byte to five fills with what it counts. A message's length has 32 bits at most."""
 
 
 def _length_that_fills(space: int) -> bytes:
@@ -291,12 +292,11 @@ def _length_that_fills(space: int) -> bytes:
 
     Nothing where there is none, as where it would take a byte more to say a byte more.
     """
-    for width in range(1, min(space, _LONGEST_VARINT) + 1):
-        length = space - width
-        if length >> 7 * width == 0 and (width == 1 or length >> 7 * (width - 1)):
-            septets = [length >> 7 * place & 0x7F for place in range(width)]
-            return bytes([*(septet | 0x80 for septet in septets[:-1]), septets[-1]])
-    return b""
+    width = bisect_left(_SPACES, space)  # and one more byte, the last
+    length = space - width - 1
+    if not 0 <= length <= _SPACES[-1] or (width and not length >> 7 * width):
+        return b""
+    return bytes([*[length >> 7 * place & 0x7F | 0x80 for place in range(width)], length >> 7 * width])
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:

@@ -156,7 +156,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.turn = _BODY
         flight, headers = self._flight, message.headers
         self._headers, flight.subset, flight.claims = headers, message.subset, message.claims
-        manner = _manner(message)
+        manner = _BUFFERED if message.body_mode is _WHOLE else _manner(message)
         if manner is None:
             return self._refuse_mode(message.body_mode)
         self.manner, wants_response = manner, message.wants_response
@@ -271,9 +271,7 @@ class Exchange(msgspec.Struct, eq=False):
 
 
 def _manner(message: Received) -> Manner | None:
-    """How this caller wants to be answered; None for a body mode that cannot be served."""
-    if message.body_mode is _WHOLE:
-        return _BUFFERED
+    """How a caller wants to be answered that does not simply send bodies whole; None if that cannot be served."""
     if message.body_mode is _IN_PIECES:
         return _STREAMED
     if message.body_mode is _UNSTATED:
