@@ -28,7 +28,7 @@ would be about what differs between them (minima, conditions, missing dimensions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp, inf
@@ -101,17 +101,18 @@ class _Figures(msgspec.Struct, Generic[_Column]):
     """What the formula takes of the candidates, as they were when the request was placed.
 
     `running`, `held`: requests on each endpoint and the tokens of their prompts; `in_flight`: ours among them.
-    `idle_s`: of what would be evicted next; None where all that is asked for has room everywhere.
+    `room`, and for `idle_s` what would be evicted next is idle: None where all that is asked for has room everywhere.
+    `capacity`: None where surely nothing overflows anywhere. Decisions are kept by the thousand, and so are these.
     """
 
     profile: Profile
     in_flight: _Column
     running: _Column
     held: _Column
-    capacity: _Column
     rate: _Column
     wait_s: _Column
-    room: _Column
+    capacity: _Column | None
+    room: _Column | None
     idle_s: _Column | None
 
 
@@ -128,7 +129,7 @@ class MarginalCost:
         if few is not None:
             return self._rank_few(view, few, length)
         asks = _asked(view, view.matched_tokens, _greatest(view.matched_tokens))
-        scores, parts = self._scored(asks, _figures(view, asks.longest_prompt))
+        scores, parts = self._scored(asks, _figures(view, asks))
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
     def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
@@ -138,7 +139,7 @@ class MarginalCost:
         most_matched = matched_tokens.max(axis=1, keepdims=True)
         extremes = prompts.min(), prompts.max(), answers.max(), most_matched.max()
         asks = _Asks(prompts, answers, matched_tokens, *map(float, extremes))
-        figures = _figures(view, asks.longest_prompt)
+        figures = _figures(view, asks)
         cost, _ = self._cost(asks, figures)
         of_holders = np.where(most_matched > _HELD_SHARE * prompts, most_matched, np.inf)
         return cost, cost + self._band(figures.in_flight, matched_tokens, of_holders, cost)
@@ -169,23 +170,23 @@ class MarginalCost:
         }
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
         parts["eviction"] = parts["overflow"] = np.zeros(len(running))
-        if figures.idle_s is not None:
-            parts["eviction"] = self._eviction(figures, figures.idle_s, uncached)
+        if figures.room is not None and figures.idle_s is not None:
+            parts["eviction"] = self._eviction(uncached, figures.rate, figures.room, figures.idle_s)
             cost += parts["eviction"]
-        if _may_overflow(asks, figures, _greatest(running), _greatest(figures.held), _least_of(figures.capacity)):
-            parts["overflow"] = self._overflow(figures, asks.prompt_tokens + answer, answer)
+        if figures.capacity is not None:
+            parts["overflow"] = self._overflow(figures, figures.capacity, asks.prompt_tokens + answer, answer)
             cost += parts["overflow"]
         return cost, parts
 
-    def _eviction(self, figures: _Figures[Floats], idle_s: Floats, uncached: Each) -> Floats:
+    def _eviction(self, uncached: Each, rate: Floats, room: Floats, idle_s: Floats) -> Floats:
         # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
         spec, fade = self._spec, np.exp(-idle_s / self._spec.eviction_fade_s)
-        lost: Floats = np.where(uncached > figures.room, spec.eviction_weight * uncached / figures.rate * fade, 0.0)
+        lost: Floats = np.where(uncached > room, spec.eviction_weight * uncached / rate * fade, 0.0)
         return lost
 
-    def _overflow(self, figures: _Figures[Floats], tokens: Each, answer: Each) -> Floats:
+    def _overflow(self, figures: _Figures[Floats], capacity: Floats, tokens: Each, answer: Each) -> Floats:
         """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
-        capacity, running, most = figures.capacity, figures.running, figures.profile.max_num_seqs
+        running, most = figures.running, figures.profile.max_num_seqs
         memory = (figures.held + 0.5 * answer * running + tokens - capacity) / capacity
         places = (running + (1 - most)) / most
         excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
@@ -210,7 +211,7 @@ class MarginalCost:
     def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
         matched = view.matched_of_few
         asks = _asked(view, matched, max(matched))
-        figures = _figures_of_few(view, few, asks.longest_prompt)
+        figures = _figures_of_few(view, few, asks)
         scores = self._scores_of_few(asks, figures)
         if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
             self._add_band(figures.in_flight, matched, asks.most_matched, scores)
@@ -238,33 +239,25 @@ class MarginalCost:
             for matched, rate, wait_s, running, held in columns
             for prefill_s in [(work(prompt, max(prompt - matched, 0.0)) if matched else whole) / rate]
         ]
-        if figures.idle_s is not None:
-            self._add_eviction(asks, figures, figures.idle_s, scores)
-        if _may_overflow(asks, figures, max(figures.running), max(figures.held), min(figures.capacity)):
-            self._add_overflow(asks, figures, scores)
+        if figures.room is not None and figures.idle_s is not None:
+            lost = zip(asks.matched_tokens, figures.rate, figures.room, figures.idle_s, strict=True)
+            self._add_eviction(prompt, lost, scores)
+        if figures.capacity is not None:
+            load = zip(figures.held, figures.running, figures.capacity, strict=True)
+            self._add_overflow(prompt + answer, answer, profile.max_num_seqs, load, scores)
         return scores
 
-    def _add_eviction(
-        self,
-        asks: _Asks[Sequence[float]],
-        figures: _Figures[Sequence[float]],
-        idle_s: Sequence[float],
-        scores: list[float],
-    ) -> None:
-        weight, fade_s, prompt = self._spec.eviction_weight, self._spec.eviction_fade_s, asks.longest_prompt
-        columns = zip(asks.matched_tokens, figures.room, figures.rate, idle_s, strict=True)
-        for position, (matched, room, rate, idle) in enumerate(columns):
+    def _add_eviction(self, prompt: float, lost: Iterable[tuple[float, ...]], scores: list[float]) -> None:
+        weight, fade_s = self._spec.eviction_weight, self._spec.eviction_fade_s
+        for position, (matched, rate, room, idle_s) in enumerate(lost):
             uncached = max(prompt - matched, 0.0) if matched else prompt
             if uncached > room:
-                scores[position] -= weight * uncached / rate * exp(-idle / fade_s)
+                scores[position] -= weight * uncached / rate * exp(-idle_s / fade_s)
 
     def _add_overflow(
-        self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]], scores: list[float]
+        self, tokens: float, answer: float, most: int, load: Iterable[tuple[float, ...]], scores: list[float]
     ) -> None:
-        answer, most = asks.longest_answer, figures.profile.max_num_seqs
-        tokens = asks.longest_prompt + answer
-        columns = zip(figures.held, figures.running, figures.capacity, strict=True)
-        for position, (held, running, capacity) in enumerate(columns):
+        for position, (held, running, capacity) in enumerate(load):
             memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
             scores[position] -= self._spec.overflow_s * max(memory, (running + (1 - most)) / most, 0.0)
 
@@ -296,29 +289,34 @@ def _uncached(asks: _Asks[Floats]) -> Each:
     return missing if asks.most_matched <= asks.shortest_prompt else np.maximum(missing, 0.0)
 
 
-def _figures(view: View, longest_prompt: float) -> _Figures[Floats]:
+def _figures(view: View, asks: _Asks[Floats]) -> _Figures[Floats]:
+    profile, capacity = view.ledger.profile, view.kv_capacity
     running, held = _others(view)
     rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
+    figures: _Figures[Floats] = _Figures(profile, view.in_flight, running, held, rate, wait_s, None, None, None)
     room = view.index.room_tokens(view.slots)
-    idle_s = _idle_s(view) if longest_prompt > _least_of(room) else None
-    return _Figures(
-        view.ledger.profile, view.in_flight, running, held, view.kv_capacity, rate, wait_s, room, idle_s
-    )  # fmt: skip
+    if asks.longest_prompt > _least_of(room):
+        figures.room, figures.idle_s = room, _idle_s(view)
+    if _may_overflow(asks, profile, _greatest(running), _greatest(held), _least_of(capacity)):
+        figures.capacity = capacity
+    return figures
 
 
-def _figures_of_few(view: View, few: FewSlots, longest_prompt: float) -> _Figures[Sequence[float]]:
+def _figures_of_few(view: View, few: FewSlots, asks: _Asks[Sequence[float]]) -> _Figures[Sequence[float]]:
+    profile, now_s = view.ledger.profile, view.now_s
     in_flight, held, capacity, foreign = view.state.load_of_few(few)
     running = in_flight
     if any(foreign):
         running, held = [column.tolist() for column in _others(view)]
-    now_s, idle_s = view.now_s, None
     rate, wait_s = view.ledger.prefill_of_few(few, now_s)
+    figures: _Figures[Sequence[float]] = _Figures(profile, in_flight, running, held, rate, wait_s, None, None, None)
     room = view.index.room_of_few(few)
-    if longest_prompt > min(room):
-        idle_s = [now_s - since_s if since_s < inf else inf for since_s in view.index.oldest_of_few(few)]
-    return _Figures(
-        view.ledger.profile, in_flight, running, held, capacity, rate, wait_s, room, idle_s
-    )  # fmt: skip
+    if asks.longest_prompt > min(room):
+        oldest_at_s = view.index.oldest_of_few(few)
+        figures.room, figures.idle_s = room, [now_s - at_s if at_s < inf else inf for at_s in oldest_at_s]
+    if _may_overflow(asks, profile, max(running), max(held), min(capacity)):
+        figures.capacity = capacity
+    return figures
 
 
 def _idle_s(view: View) -> Floats:
@@ -328,11 +326,11 @@ def _idle_s(view: View) -> Floats:
 
 
 def _may_overflow(
-    asks: _Asks[_Column], figures: _Figures[_Column], most_running: float, most_held: float, least_capacity: float
+    asks: _Asks[_Column], profile: Profile, most_running: float, most_held: float, least_capacity: float
 ) -> bool:
     """By the greatest figures, whosever they are: False where surely nothing overflows anywhere."""
     tokens = most_held + 0.5 * asks.longest_answer * most_running + asks.longest_prompt + asks.longest_answer
-    return tokens > least_capacity or most_running > figures.profile.max_num_seqs - 1
+    return tokens > least_capacity or most_running > profile.max_num_seqs - 1
 
 
 def _least_of(figures: Floats) -> float:

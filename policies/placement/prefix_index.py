@@ -81,20 +81,18 @@ class PrefixIndex:
     def _depths(self, hashes: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
         depths = []
-        depth_tokens = 0
         holders = -1
         holders_of = self._holders.get
-        for block, block_tokens in zip(hashes, tokens, strict=True):
+        for depth, block in enumerate(hashes):
             still = holders & holders_of(block, 0)
             if still != holders:
-                if depth_tokens:
-                    depths.append((holders ^ still, depth_tokens))
+                if depth:  # tokens are added up here only: holders change once or twice, of hundreds of blocks
+                    depths.append((holders ^ still, sum(tokens[:depth])))
                 holders = still
                 if not still:
                     break
-            depth_tokens += block_tokens
         if holders > 0:
-            depths.append((holders, depth_tokens))
+            depths.append((holders, sum(tokens)))
         return depths
 
     def holders(self, block: int) -> int:
