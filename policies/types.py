@@ -24,8 +24,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 """One verdict per candidate, shape (n,)."""
 
-_FEW = 40
-"""Up to so many endpoints a loop over floats is faster than arrays, whose every operation costs a microsecond, and
+_FEW = 48
+"""Up to so many endpoints loops over floats are faster than arrays, whose every operation costs a microsecond, and
 several where little of numpy is in the processor's caches."""
 
 
