@@ -465,7 +465,8 @@ class Fleet:
 
     def _follow_errors(self, slot: int, *, failed: bool) -> None:
         before = self.state.error_ewma.item(slot)
-        self.state.error_ewma[slot] = before + _ERROR_WEIGHT * (failed - before)
+        if before or failed:
+            self.state.error_ewma[slot] = before + _ERROR_WEIGHT * (failed - before)
 
     def _observe(self, member: _Member, evidence: Evidence) -> None:
         before = member.lifecycle.state
