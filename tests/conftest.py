@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,3 +37,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
             return next((files[0] for files in TOGETHER if file.startswith(files)), file)
 
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _the_collector_as_it_was() -> Iterator[None]:
+    """An App has it wait, for as long as the process lives; here that would be for thousands of tests."""
+    before = gc.get_threshold()
+    yield
+    if gc.get_threshold() != before:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -13,8 +13,11 @@ from harness import HANG_GUARD_S, Engine, HeldStream, System, chat, eventually, 
 UNWATCHED: dict[str, Any] = {
     "probe": {"interval_ms": 600_000, "failed_requests": 1_000_000},
     "breakers": {"endpoint": None, "model": None},
+    "retries": {"budget": 1},
 }
-"""A dead engine stays a first choice: what happens then is Envoy's retry and our accounting, not the life-cycle's."""
+"""A dead engine stays a first choice: what happens then is Envoy's retry and our accounting, not the life-cycle's.
+
+All may be tried again: these tests share a system, and one after the other fail more than a budget allows."""
 
 
 @pytest.fixture(scope="module")
