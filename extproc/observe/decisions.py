@@ -1,6 +1,6 @@
 """The decision log: the last N decisions with everything needed to explain them. Prompts are never in it.
 
-A record keeps references to the arrays the decision already made; text is built only when somebody reads. Reading is
+A record keeps references to the figures the decision was made of; text is built only when somebody reads. Reading is
 safe in another thread than the one that adds: a decision never changes, and the rings are copied in one step.
 """
 

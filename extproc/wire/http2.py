@@ -35,7 +35,9 @@ _DEFAULT_FRAME: Final = 16_384
 _REPLENISH_AFTER: Final = _DEFAULT_FRAME * 1024
 """Bytes received until the connection's window is opened again; it is far larger."""
 _VIEWED: Final = 4_096
-"""Smaller pieces of messages are copied: a view of one holds all that came with it."""
+"""Smaller pieces of messages are copied: that takes no longer than a view of them."""
+_HELD_PER_BYTE: Final = 4
+"""Of what came with the pieces of a message, so much may stay with them until it is whole."""
 _PREFIXED = struct.Struct(">BI")
 _PREFIX: Final = 5
 """gRPC's before each message: a flag and four bytes of length."""
@@ -170,7 +172,7 @@ class Stream:
         "_finishing",
         "_id",
         "_lacking",
-        "_parts",
+        "_pieces",
         "_prefix",
         "_unsent",
         "call",
@@ -186,7 +188,7 @@ class Stream:
         self.call: Call
         # What comes: a message that is not whole yet, and before that its prefix
         self._prefix = b""
-        self._parts: list[bytes | memoryview] = []
+        self._pieces = _NO_PIECES
         self._lacking = 0
         self.receive_window = receive_window
         self.half_closed = False
@@ -298,12 +300,12 @@ class Stream:
         if after > begin:
             self._keep(data, begin, after)
             if not self._lacking:
-                pieces, self._parts = self._parts, []
-                self.call.message(pieces)
+                pieces, self._pieces = self._pieces, _NO_PIECES
+                self.call.message(pieces.so_far)
         return after
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
-        self._parts.append(memoryview(data)[begin:end] if end - begin >= _VIEWED else data[begin:end])
+        self._pieces.add(data, begin, end)
         self._lacking -= end - begin
 
     def _read_prefix(self, data: bytes, begin: int, end: int) -> int:
@@ -318,7 +320,7 @@ class Stream:
         elif length > self._connection.limits.message_bytes:
             self.finish(GrpcStatus.RESOURCE_EXHAUSTED, f"a message of {length} bytes is too large")
         elif length:
-            self._lacking = length
+            self._lacking, self._pieces = length, _Pieces()
         else:
             self.call.message(b"")
         return after
@@ -330,9 +332,40 @@ class Stream:
         """
         call, self.call = self.call, _GONE
         self.over = True
-        self._parts = []
+        self._pieces = _NO_PIECES
         self._unsent.clear()
         call.closed()
+
+
+class _Pieces:
+    """What has come of one message, cut anywhere.
+
+    A view of a piece saves the copy, but holds all that was read with it; other streams' frames, perhaps, which are
+    many times as long. Then the piece is copied after all.
+    """
+
+    __slots__ = ("_bytes", "_held_bytes", "_viewed", "so_far")
+
+    def __init__(self) -> None:
+        self.so_far: list[bytes | memoryview] = []
+        self._bytes = self._held_bytes = 0
+        self._viewed = b""
+
+    def add(self, data: bytes, begin: int, end: int) -> None:
+        """The next one."""
+        size = end - begin
+        self._bytes += size
+        held_bytes = self._held_bytes + (0 if data is self._viewed else len(data))
+        if size >= _VIEWED and held_bytes <= _HELD_PER_BYTE * self._bytes:
+            self._held_bytes, self._viewed = held_bytes, data
+            self.so_far.append(memoryview(data)[begin:end])
+        else:
+            self._held_bytes += size
+            self.so_far.append(data[begin:end])
+
+
+_NO_PIECES = _Pieces()
+"""Of a stream that lacks none; nobody adds to it."""
 
 
 class _Gone:

@@ -313,7 +313,7 @@ def _figures_of_few(view: View, few: FewSlots, asks: _Asks[Sequence[float]]) -> 
     room = view.index.room_of_few(few)
     if asks.longest_prompt > min(room):
         oldest_at_s = view.index.oldest_of_few(few)
-        figures.room, figures.idle_s = room, [now_s - at_s if at_s < inf else inf for at_s in oldest_at_s]
+        figures.room, figures.idle_s = room, [max(now_s - at_s, 0.0) if at_s < inf else inf for at_s in oldest_at_s]
     if _may_overflow(asks, profile, max(running), max(held), min(capacity)):
         figures.capacity = capacity
     return figures
@@ -322,7 +322,7 @@ def _figures_of_few(view: View, few: FewSlots, asks: _Asks[Sequence[float]]) -> 
 def _idle_s(view: View) -> Floats:
     """How long what would be evicted next is idle; endless where nothing is."""
     since_s = view.index.oldest_at_s(view.slots)
-    return np.where(np.isinf(since_s), np.inf, view.now_s - since_s)
+    return np.where(np.isinf(since_s), np.inf, np.maximum(view.now_s - since_s, 0.0))
 
 
 def _may_overflow(

@@ -325,8 +325,38 @@ def test_a_call_that_is_refused_and_cannot_be_told_yet_gathers_nothing(begins: b
     for piece in (begins + b"rest", *[b"y" * 16_000] * 3):
         server.connection.receive(frame(Frame.DATA, 0, stream, piece))
     assert server.calls[0].messages == [b"one"]
-    assert sum(map(len, server.calls[0].stream._parts)) < 100
+    assert sum(map(len, server.calls[0].stream._pieces.so_far)) < 100
     assert server.connection.failed is None
+
+
+def test_what_came_with_the_pieces_of_a_message_is_let_go() -> None:
+    """A message in pieces of 4 KB, each read with 250 KB of another stream: those must not wait until it is whole."""
+    server = Server(answer=lambda _: [])
+    client = Client(server)
+    slow = client.call(end=False)
+    client.exchange()
+    server.connection.receive(frame(Frame.DATA, 0, slow, struct.pack(">BI", 0, 900_000)))
+    quick = client.call(end=False)
+    client.exchange()
+    for _ in range(50):
+        of_others = frame(Frame.DATA, 0, quick, grpc(bytes(250_000)))
+        server.connection.receive(frame(Frame.DATA, 0, slow, bytes(4_096)) + of_others)
+    kept = server.calls[0].stream._pieces.so_far
+    reads = {id(piece.obj): len(piece.obj) for piece in kept if isinstance(piece, memoryview)}
+    assert sum(map(len, kept)) == 50 * 4_096
+    assert sum(reads.values()) <= 4 * 50 * 4_096
+
+
+def test_a_piece_that_is_most_of_a_read_is_not_copied() -> None:
+    """As those of a large body are, whatever the frames in which they come."""
+    server = Server(answer=lambda _: [])
+    client = Client(server)
+    stream = client.call(end=False)
+    client.exchange()
+    server.connection.receive(frame(Frame.DATA, 0, stream, struct.pack(">BI", 0, 900_000)))
+    server.connection.receive(frame(Frame.DATA, 0, stream, bytes(16_000)) * 16)
+    kept = server.calls[0].stream._pieces.so_far
+    assert sum(isinstance(piece, memoryview) for piece in kept) >= 12
 
 
 @pytest.mark.parametrize("seed", range(SESSIONS))

@@ -209,7 +209,7 @@ _endpoints = st.builds(
     backlog=st.sampled_from([0, 0, 10, 5_000]),
     matched=st.sampled_from([0, 0, 400, 900, 950, 1_000, 2_500]),
     idle_tokens=st.sampled_from([0, 100, 4_500, 9_900]),
-    idle_s=st.sampled_from([0.0, 60.0, 900.0]),
+    idle_s=st.sampled_from([-60.0, 0.0, 60.0, 900.0]),
     others=st.sampled_from([0, 0, 0, 7]),
 )
 _asked = st.builds(_Asked, prompt=st.sampled_from([1, 1_000, 20_000]), answer=st.sampled_from([1, 100, 5_000]))
@@ -244,7 +244,7 @@ def _by_the_page(asked: _Asked, endpoints: list[_Endpoint], index: PrefixIndex, 
         own_work = one.backlog * (1 + profile.attention_per_token * one.backlog / 2) + profile.request_tokens
         backlog = max(0.0, own_work - 0.01 * rate) if one.backlog else 0.0
         pushed_out = u > one.capacity - index.held_tokens(slot) and index.oldest_at_s(np.array([slot]))[0] < math.inf
-        lost = 3 * u / rate * math.exp(-one.idle_s / 120) if pushed_out else 0.0
+        lost = 3 * u / rate * math.exp(-max(one.idle_s, 0) / 120) if pushed_out else 0.0
         memory = (tokens + answer * n / 2 + asked.prompt + answer - one.capacity) / one.capacity
         places = (n + 1 - profile.max_num_seqs) / profile.max_num_seqs
         decode = 0.6 * answer * (profile.sequence_s * n + profile.kv_token_s * tokens)
