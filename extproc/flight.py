@@ -66,7 +66,8 @@ class Stage(IntEnum):
     RELEASED = 2
 
 
-_OPEN, _RESERVED, _RELEASED = Stage  # asked for by every request: a member is found far sooner by a name of our own
+# asked for by every request: a member is found far sooner by a name of our own
+_OPEN, _RESERVED, _RELEASED = Stage.OPEN, Stage.RESERVED, Stage.RELEASED
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def ends_of(hashes: list[int]) -> list[int]:
 def block_tokens(
     ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
 ) -> list[int]:
-    """Tokens per block, adding up to the prompt's share that lies in whole blocks, which end at `ends`.
+    """Tokens per block, adding up to the prompt's share that lies in whole blocks. They end at `ends`, as all do.
 
     Text is spread evenly over its bytes; an image's tokens are spread over the bytes of its own data URL.
     """

@@ -152,13 +152,13 @@ def parse_body(
     if api.required and not any(reader.required(fields)):
         return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
     raws = reader.prompt(fields)
-    return _parsed(api, fields, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws))
+    return _parsed(api, fields, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws, len(body)))
 
 
-def _joined(raws: _Raws) -> bytes | memoryview:
-    """All of them; one alone without a copy."""
+def _joined(raws: _Raws, body_bytes: int) -> bytes | memoryview:
+    """All of them; one alone without a copy if it is most of the body, which a view keeps for as long as itself."""
     given = [raw for raw in raws if raw]
-    return memoryview(given[0]) if len(given) == 1 else b"".join(given)
+    return memoryview(given[0]) if len(given) == 1 and 2 * len(given[0]) > body_bytes else b"".join(given)
 
 
 def _parsed(api: Api, fields: Any, model: str, prompt: bytes | memoryview) -> Parsed:  # noqa: ANN401 - made at run time, from _Body

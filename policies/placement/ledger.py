@@ -58,8 +58,9 @@ _SLOWEST, _FASTEST = 1e-2, 1e6
 class Ledger:
     """Work by endpoint slot; columns grow with the highest slot seen. `misreadings`: observed rates not believed.
 
-    What policies weigh over many endpoints at once stands in arrays, what only the slot that a request concerns needs
-    in lists: of an array one figure takes five times as long to read, and comes as numpy's float, which is slow too.
+    Figures stand in lists: of an array one takes five times as long to read, and comes as numpy's float, which is slow
+    too. For policies that weigh many endpoints at once, rates and waits stand in an array as well, brought up to date
+    when it is read.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:

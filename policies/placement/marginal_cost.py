@@ -21,9 +21,10 @@ Formula and constants were found by simulation on public traces; docs/benchmarks
 
 The formula stands here twice, over arrays and over plain floats. Of few endpoints the loop over floats takes a fraction
 of the time: numpy takes a microsecond for each of thirty calls, and several where its code is not in the processor's
-caches. Both take the same steps in the same order, so they agree to the last bit (test_marginal_cost.py compares them),
-and what explains a loop's costs is made by the arrays, once somebody reads it. Rejected: one text for both. Half of it
-would be about what differs between them (minima, conditions, missing dimensions), at a call for each term and endpoint.
+caches. Both take the same steps in the same order, so they agree to the last bit (test_marginal_cost.py compares them;
+but for an eviction's last bit where numpy's exp is its own), and what explains a loop's costs is made by the arrays,
+once somebody reads it. Rejected: one text for both. Half of it would be about what differs between them (minima,
+conditions, missing dimensions), at a call for each term and endpoint.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_an_answer_that_breaks_is_tried_again_only_before_it_has_begun(
 
 
 def test_when_everything_fails_a_fifth_is_tried_again(rested: list[Engine], make_system: Callable[..., System]) -> None:
-    """300 requests by 8 clients: no more than 360 reach an engine, and each is answered; then all is as before."""
+    """300 requests by 8 clients: about 60 are tried again, and each is answered; then all is as before."""
     unbroken = {"endpoint": None, "model": None}  # else the fleet is left alone before the budget is used up
     system = make_system(pools=[pool_of(rested, policy="round-robin")], probe=NO_PROBES, breakers=unbroken)
     system.wait_pickable(*(engine.address for engine in rested))
@@ -118,7 +118,7 @@ def test_when_everything_fails_a_fifth_is_tried_again(rested: list[Engine], make
         answers = list(threads.map(ask, range(300)))
     assert {status for status, _ in answers} == {503}
     attempts = asked(rested) - before
-    assert 300 < attempts <= 1.2 * 300
+    assert 300 < attempts <= 1.2 * 300 + 8  # that many may be under way before the first of them is seen to fail
     eventually(lambda: system.total("pointsman_retries_total") == attempts - 300, "each retry was seen, once")
     assert system.total("pointsman_fallbacks_total", "retry_budget") >= 300 - (attempts - 300) - 10
     records = [system.decision(request_id) for _, request_id in answers[-20:]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import math
+import tracemalloc
 from random import Random
 from typing import Any
 
@@ -237,6 +239,27 @@ async def test_a_compressed_body_counts_with_what_it_inflates_to() -> None:
     house.wait(body=body, content_encoding="gzip")
     _, reply = house.ask(body=body, content_encoding="gzip")
     assert code_of(reply) == (429, "queue_full")
+
+
+@pytest.mark.parametrize("prompt_bytes", [20, 70_000])
+async def test_what_stands_beside_a_compressed_prompt_does_not_wait_with_it(prompt_bytes: int) -> None:
+    """Metadata of 150 KB inflated from a few hundred bytes: the queue does not count it, so nobody may keep it."""
+    house = House(classes=[{"name": "only"}], max_bytes=10_000_000)
+    house.fill()
+    asked = {"model": "served", "max_tokens": 1, "messages": "x" * prompt_bytes, "metadata": {"pad": " " * 150_000}}
+    body = gzip.compress(json.dumps(asked).encode())
+    house.wait(body=body, content_encoding="gzip")
+    before = house.pipeline.rooms.describe()["chat"]["held_bytes"]
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            house.wait(body=body, content_encoding="gzip")
+        gc.collect()
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    counted_bytes = house.pipeline.rooms.describe()["chat"]["held_bytes"] - before
+    assert kept_bytes < 2 * counted_bytes + 20 * 20_000
 
 
 async def test_a_request_without_a_prompt_never_waits() -> None:

@@ -356,7 +356,7 @@ def test_a_piece_that_is_most_of_a_read_is_not_copied() -> None:
     server.connection.receive(frame(Frame.DATA, 0, stream, struct.pack(">BI", 0, 900_000)))
     server.connection.receive(frame(Frame.DATA, 0, stream, bytes(16_000)) * 16)
     kept = server.calls[0].stream._pieces.so_far
-    assert sum(isinstance(piece, memoryview) for piece in kept) >= 12
+    assert sum(isinstance(piece, memoryview) for piece in kept) >= 10
 
 
 @pytest.mark.parametrize("seed", range(SESSIONS))

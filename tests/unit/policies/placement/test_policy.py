@@ -12,6 +12,7 @@ import pytest
 
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
+from policies.placement.marginal_cost import MarginalCost
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import BadScore, FormulaSpec, Scored
 from policies.placement.prefix_index import PrefixIndex
@@ -123,6 +124,17 @@ def test_a_pool_without_members_is_unplaceable(state: FleetState, request_of: Re
     """No endpoint was ever listed."""
     placement = Placement("p", RoundRobin(), PrefixIndex(1_000))
     assert isinstance(placement.choose(request_of(), state, 0.0, Random(1)), Unplaceable)
+
+
+def test_as_many_others_as_there_were_are_others(state: FleetState, request_of: Requests) -> None:
+    """A pool of two that becomes another pool of two: who left holds nothing of a prompt and is no candidate."""
+    placement = Placement("p", MarginalCost(), PrefixIndex(10_000))
+    placement.set_members([0, 1])
+    request = request_of(block_hashes=[1, 2], block_tokens=[400, 400])
+    placement.index.insert(2, [1, 2], [400, 400], 0.0)
+    assert _place(placement, request, state, Random(1)).order[0] in {0, 1}
+    placement.set_members([1, 2])
+    assert _place(placement, request, state, Random(1)).order[0] == 2
 
 
 def test_round_robin_takes_turns_and_skips_who_is_out(state: FleetState, request_of: Requests) -> None:

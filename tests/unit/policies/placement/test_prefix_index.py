@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.placement.prefix_index import PrefixIndex
+from policies.types import few_slots
 
 
 def _slots(*slots: int) -> np.ndarray:
@@ -22,6 +23,20 @@ def test_an_endpoint_is_credited_for_the_contiguous_prefix_it_holds() -> None:
     index.insert(1, [1, 9], [64, 64], 0.0)
     matched = index.match([1, 2, 3, 4], [64, 64, 64, 64], _slots(0, 1, 2))
     assert matched.tolist() == [192, 64, 0]
+
+
+@given(st.sets(st.integers(0, 20), min_size=1, max_size=6), st.lists(st.integers(0, 20), max_size=12))
+def test_of_few_slots_the_same_is_known(slots: set[int], holders: list[int]) -> None:
+    """Matches, rooms and ages by loops and by arrays, whether or not the slots are neighbours."""
+    index = PrefixIndex(1_000)
+    for age, holder in enumerate(holders):
+        index.insert(holder, [1, 2, 3][: 1 + age % 3], [64, 64, 64][: 1 + age % 3], float(age))
+    among = _slots(*sorted(slots))
+    few = few_slots(among)
+    assert few is not None
+    assert list(index.match_few([1, 2, 3], [64] * 3, few)) == index.match([1, 2, 3], [64] * 3, among).tolist()
+    assert list(index.room_of_few(few)) == index.room_tokens(among).tolist()
+    assert list(index.oldest_of_few(few)) == index.oldest_at_s(among).tolist()
 
 
 def test_a_hole_ends_the_match() -> None:
