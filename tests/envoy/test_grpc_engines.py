@@ -70,7 +70,11 @@ def house(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> It
         {"prefix": "/empty.Service", "pool": "empty"},
     ]
     pools = [pool("generate", "a", "b"), pool("other", "c"), pool("empty"), pool_of(engines)]
-    system = System(tmp_path_factory.mktemp("grpc"), {"pools": pools, "routing": {"paths": rules}})
+    # three failed calls of fewer than thirty would keep a killed engine out for minutes after it is back
+    breakers = {"endpoint": None}
+    system = System(
+        tmp_path_factory.mktemp("grpc"), {"pools": pools, "routing": {"paths": rules}, "breakers": breakers}
+    )
     system.start()
     system.wait_pickable(*(engine.address for engine in (*calls.values(), *engines)))
     yield House(system, calls)
