@@ -412,9 +412,7 @@ class Pipeline:
             self._stored.remember(plan.response_id, Made(flight, request.model), most)
         if plan.usage_asked_by is not None:
             self._events.usage_asked(plan.usage_asked_by)
-        headers = self._terms(target, placement, request, decision)
-        if target.queued or request.tenant is not None:
-            headers += generation.engine_priority(asked.headers, target.pool, request)
+        terms = self._terms(target, placement, request, decision)
         self._events.decided(
             decision.pool, decision.addresses[0], decision.choice, request.input_tokens, decision.chosen_matched_tokens
         )
@@ -430,7 +428,7 @@ class Pipeline:
             decision.addresses,
             flight.request_id,
             request.model,
-            headers,
+            terms + generation.engine_priority(asked.headers, target, request),
             plan.splices,
             target.list_for_all,
             plan.remove_headers + generation.hidden_headers,

@@ -193,16 +193,16 @@ class Generation:
         return {name: tuple(one.name for one in queue.classes) for name, queue in queues.items() if queue is not None}
 
     def engine_priority(
-        self, headers: Mapping[str, str], pool: Pool, request: InferenceRequest
+        self, headers: Mapping[str, str], target: Target, request: InferenceRequest
     ) -> tuple[tuple[str, str], ...]:
         """What the engine is told of the request's priority, as a header: lower is sooner, as in vLLM.
 
         By its class; else what the client itself says, within its tenant's bounds, as soon as there is anybody here
         whom it could pass by that.
         """
-        if pool.queue is None and request.tenant is None:
+        if not target.queued and request.tenant is None:
             return ()
-        base = self._engine_priorities.get((pool.name, request.class_name))
+        base = self._engine_priorities.get((target.pool_name, request.class_name))
         if base is not None:
             return ((ENGINE_PRIORITY_HEADER, str(base + request.priority)),)
         bounded = engine_priority_of(headers, self._best(request.tenant)[1])

@@ -224,7 +224,7 @@ class Stream:
         """End the call, after all that was sent."""
         if not self.over and self._finishing is None:
             self._finishing = _trailers(status, text) if status or text else _WELL
-            self._lacking = 0
+            self._lacking, self._pieces = 0, _NO_PIECES
             if self._unsent:
                 self.pump()
             else:

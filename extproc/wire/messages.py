@@ -621,6 +621,8 @@ def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:
 
 
 def _failure(common: accesslog_pb2.AccessLogCommon, flags: tuple[str, ...], status: int) -> str | None:
+    if not flags and status < 500:
+        return None  # as most
     failed = None
     for name in flags:
         if name in _CLIENT_LEFT:
@@ -655,7 +657,7 @@ def _completion(entry: accesslog_pb2.HTTPAccessLogEntry, common: accesslog_pb2.A
         flags,
         response.response_code_details,
         common.upstream_request_attempt_count,
-        _failure(common, flags, status) if flags or status >= 500 else None,
+        _failure(common, flags, status),
         _seconds(common.duration) if common.HasField("duration") else None,
         ttft_s,
         request.request_body_bytes,

@@ -30,6 +30,7 @@ class View:
         "_kv_claimed",
         "_kv_used",
         "_load",
+        "_matched",
         "_running",
         "_stale",
         "_waiting",
@@ -59,7 +60,8 @@ class View:
         self.request = request
         self.state = state
         self.slots = slots
-        self.matched = matched_tokens
+        self.matched = matched_tokens  # as it was found, whatever the form
+        self._matched: Floats | None = None
         self._few = few
         self.now_s = now_s
         self.rng = rng
@@ -96,8 +98,10 @@ class View:
     @property
     def matched_tokens(self) -> Floats:
         """What each candidate holds of the prompt."""
-        matched = self.matched
-        return np.array(matched) if isinstance(matched, list) else matched
+        if self._matched is None:
+            matched = self.matched
+            self._matched = np.array(matched) if isinstance(matched, list) else matched
+        return self._matched
 
     @property
     def matched_of_few(self) -> list[float]:

@@ -112,5 +112,5 @@ def test_no_client_passes_others_inside_an_engine_by_its_own_word(
     generation = Generation(1, parse(f"access: {{tenant_header: x-tenant}}\ntenants: {tenants}\npools: [{pool}]"))
     request = InferenceRequest(Kind.CHAT, "m", "m", 10, tenant=tenant, class_name="only")
     headers = {} if said is None else {"x-vllm-priority": said}
-    told = generation.engine_priority(headers, generation.config.pools[0], request)
+    told = generation.engine_priority(headers, generation.targets["m"], request)
     assert told == (() if sent is None else (("x-vllm-priority", sent),))

@@ -329,13 +329,19 @@ def test_a_call_that_is_refused_and_cannot_be_told_yet_gathers_nothing(begins: b
     assert server.connection.failed is None
 
 
-def test_what_came_with_the_pieces_of_a_message_is_let_go() -> None:
-    """A message in pieces of 4 KB, each read with 250 KB of another stream: those must not wait until it is whole."""
+def _message_begun(length: int) -> tuple[Server, Client, int]:
+    """A message of which only the prefix has come, and its stream."""
     server = Server(answer=lambda _: [])
     client = Client(server)
-    slow = client.call(end=False)
+    stream = client.call(end=False)
     client.exchange()
-    server.connection.receive(frame(Frame.DATA, 0, slow, struct.pack(">BI", 0, 900_000)))
+    server.connection.receive(frame(Frame.DATA, 0, stream, struct.pack(">BI", 0, length)))
+    return server, client, stream
+
+
+def test_what_came_with_the_pieces_of_a_message_is_let_go() -> None:
+    """A message in pieces of 4 KB, each read with 250 KB of another stream: those must not wait until it is whole."""
+    server, client, slow = _message_begun(900_000)
     quick = client.call(end=False)
     client.exchange()
     for _ in range(50):
@@ -349,14 +355,22 @@ def test_what_came_with_the_pieces_of_a_message_is_let_go() -> None:
 
 def test_a_piece_that_is_most_of_a_read_is_not_copied() -> None:
     """As those of a large body are, whatever the frames in which they come."""
-    server = Server(answer=lambda _: [])
-    client = Client(server)
-    stream = client.call(end=False)
-    client.exchange()
-    server.connection.receive(frame(Frame.DATA, 0, stream, struct.pack(">BI", 0, 900_000)))
+    server, _, stream = _message_begun(900_000)
     server.connection.receive(frame(Frame.DATA, 0, stream, bytes(16_000)) * 16)
     kept = server.calls[0].stream._pieces.so_far
     assert sum(isinstance(piece, memoryview) for piece in kept) >= 10
+
+
+def test_a_call_that_ends_early_keeps_nothing_of_what_was_coming() -> None:
+    """Its answer may wait long for the client's window."""
+    server, _, stream = _message_begun(900_000)
+    server.connection.receive(frame(Frame.DATA, 0, stream, bytes(16_000)))
+    call = server.calls[0].stream
+    call.send_window = 0
+    call.send(b"what the client has no room for")
+    call.finish(GrpcStatus.RESOURCE_EXHAUSTED, "no more")
+    assert not call.over
+    assert call._pieces.so_far == []
 
 
 @pytest.mark.parametrize("seed", range(SESSIONS))
