@@ -1,8 +1,9 @@
 # The decision process with an embedded Envoy. `pointsman up` by default; use `serve` beside an Envoy of your own.
 # docs/docker.md has the commands.
 FROM python:3.12-slim AS build
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY extproc extproc
 COPY policies policies
 COPY vllm_adapters vllm_adapters

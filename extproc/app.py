@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import BaseModel
 
+from extproc import is_compiled
 from extproc.access.gate import gate_of
 from extproc.access.key_file import KeyFile
 from extproc.admin.server import AdminServer
@@ -186,7 +187,8 @@ class App:
         gc.set_threshold(_GARBAGE_AFTER)
         gc.enable()  # `serve` has it wait until here
         self._loop_lag.start()
-        log.info("serving", grpc=config.listen.grpc, admin=config.admin.listen, metrics=config.observe.metrics)
+        told = {"grpc": config.listen.grpc, "admin": config.admin.listen, "metrics": config.observe.metrics}
+        log.info("serving", **told, compiled=is_compiled())
 
     def _make_lane(self, folder: Path | None) -> EnvoyLane | None:
         if folder is None:

@@ -20,7 +20,7 @@ import structlog
 import typer
 import yaml
 
-from extproc import __version__
+from extproc import __version__, is_compiled
 from extproc.config.files import file_faults, file_warnings
 from extproc.config.loading import ConfigError, load
 from extproc.config.pool_policies import presets
@@ -55,7 +55,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer's callback signature
     if wanted:
-        typer.echo(__version__)
+        typer.echo(f"{__version__} ({'compiled' if is_compiled() else 'interpreted'})")
         raise typer.Exit
 
 
