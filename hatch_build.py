@@ -33,11 +33,15 @@ setup(name="pointsman", ext_modules=modules, script_args=["-q", "build_ext", "--
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
-class CompiledModules(BuildHookInterface):  # type: ignore[type-arg, misc]
+class NoCompiler(Exception):
+    """There is no C compiler."""
+
+
+class CompiledModules(BuildHookInterface):  # type: ignore[type-arg]
     """Hatchling's hook. POINTSMAN_COMPILE=0 leaves a wheel as it is, for machines without a C compiler."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the compiled modules to a wheel; raise CalledProcessError where they do not compile."""
+        """Add the compiled modules to a wheel. Raise CalledProcessError where they do not compile, NoCompiler as below."""
         if version == "editable" or os.environ.get("POINTSMAN_COMPILE") == "0":
             return
         self._folder = TemporaryDirectory()
@@ -53,7 +57,10 @@ class CompiledModules(BuildHookInterface):  # type: ignore[type-arg, misc]
 
 
 def compile_into(target: Path, packages: list[str], modules: list[str]) -> list[Path]:
-    """Copy `packages` to `target` and compile `modules` there; what was made."""
+    """Copy `packages` to `target` and compile `modules` there; what was made. Raise NoCompiler where there is none."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        raise NoCompiler(f"{compiler} not found: install a C compiler, or set POINTSMAN_COMPILE=0 to do without, slowly")
     for package in packages:
         shutil.copytree(_ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, check=True)  # noqa: S603 - our own text
