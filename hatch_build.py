@@ -41,7 +41,7 @@ class CompiledModules(BuildHookInterface):  # type: ignore[type-arg]
     """Hatchling's hook. POINTSMAN_COMPILE=0 leaves a wheel as it is, for machines without a C compiler."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the compiled modules to a wheel. Raise CalledProcessError where they do not compile, NoCompiler as below."""
+        """Add the compiled modules to a wheel. Raise NoCompiler, or CalledProcessError for what does not compile."""
         if version == "editable" or os.environ.get("POINTSMAN_COMPILE") == "0":
             return
         self._folder = TemporaryDirectory()
@@ -60,7 +60,7 @@ def compile_into(target: Path, packages: list[str], modules: list[str]) -> list[
     """Copy `packages` to `target` and compile `modules` there; what was made. Raise NoCompiler where there is none."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(compiler) is None:
-        raise NoCompiler(f"{compiler} not found: install a C compiler, or set POINTSMAN_COMPILE=0 to do without, slowly")
+        raise NoCompiler(f"{compiler} not found: install a C compiler, or set POINTSMAN_COMPILE=0 to run slowly")
     for package in packages:
         shutil.copytree(_ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, check=True)  # noqa: S603 - our own text
