@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf, isfinite
 from random import Random
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,7 @@ Scores within `margin` of the best are equal to it.
 """
 
 _FEW = 64
-_TIE = 1e-9
+_TIE: Final = 1e-9
 """Scores closer than this are equal: far below any weight, far above float noise."""
 
 
@@ -31,7 +31,10 @@ def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> 
 
 def max_of_few(scores: list[float], length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The same of scores in a list, which is used up."""
-    if isfinite(sum(scores)):
+    total = 0.0
+    for score in scores:
+        total += score
+    if isfinite(total):
         return _best_of_few(scores, min(length, len(scores)), rng, margin)
     return _max_of_many(np.array(scores), length, rng, margin)
 
@@ -47,25 +50,37 @@ def _max_of_many(scores: Floats, length: int, rng: Random, margin: float) -> lis
 
 
 def _best_of_few(left: list[float], length: int, rng: Random, margin: float) -> list[int]:
-    """The same for a short list of finite scores: three array operations a place cost more than a look at all."""
-    order, best, width = [], max(left), margin + _TIE
-    level, equals = inf, list[int]()  # which scores are as good as that
+    """The same for a list of finite scores, in one look for each place."""
+    order: list[int] = []
+    width = margin + _TIE
     for _ in range(length):
-        position = left.index(best)
-        left[position] = -inf
-        second = max(left)
+        position, best, second = 0, -inf, -inf
+        for place in range(len(left)):
+            score = left[place]
+            if score > best:
+                position, best, second = place, score, best
+            elif score > second:
+                second = score
         if second >= best - width:  # there is another as good
-            left[position] = best
-            if best != level:  # else these are the equals of the one before, but for that
-                level, least = best, best - width
-                equals = [place for place, score in enumerate(left) if score >= least]
-            position = rng.choice(equals)
-            equals.remove(position)
-            left[position] = -inf
-            second = max(left)
+            position = _one_of(left, best - width, rng)
+        left[position] = -inf
         order.append(position)
-        best = second
     return order
+
+
+def _one_of(scores: list[float], least: float, rng: Random) -> int:
+    """By chance, one that is as good as that; the draw is that of a choice from the list of all such."""
+    equals = 0
+    for score in scores:
+        if score >= least:
+            equals += 1
+    missing: int = rng.choice(range(equals))
+    for place in range(len(scores)):
+        if scores[place] >= least:
+            if not missing:
+                return place
+            missing -= 1
+    raise AssertionError("fewer scores than were counted")
 
 
 def power_of_two(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from random import Random
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -36,20 +35,28 @@ from policies.types import (
     Reservation,
     Slots,
     few_slots,
+    highest,
 )
 
 _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
 _LAST = ("busy", "zone")
 """The same; these choose among the candidates that all others leave."""
+_ONLY_CANDIDATE: Final = Choice.ONLY_CANDIDATE  # a member is found far sooner by a name of our own
+_NOBODY_HOLDS: Final = Choice.LOAD
+_AFFINITY: Final = Choice.AFFINITY
+_SPILLED: Final = Choice.SPILLED
 _Filters: TypeAlias = list[tuple[str, Filter]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Unplaceable:
     """No candidate is left. `filtered` names, per filter, the addresses it removed."""
 
     filtered: Filtered
+
+    def __init__(self, filtered: Filtered) -> None:
+        self.filtered = filtered
 
     @property
     def last_filter(self) -> str | None:
@@ -75,11 +82,11 @@ class Placement:
         self.ledger = ledger or Ledger()
         self.calibration = Calibration(index)
         self.class_use = ClassUse()
-        self.members = np.empty(0, np.intp)
+        self.members: Slots = np.empty(0, np.intp)
         self._few: FewSlots | None = None  # of these
         self._roll = Roll()
         self.index_tokens: int | None = None
-        self._own_blocks = count(-1, -1)  # no hash is negative
+        self._own_blocks = 0  # named so far, downwards: no hash is negative
         self._for_some: dict[str, tuple[Policy, _Filters]] = {}
         self.use(policy, filters=filters)
 
@@ -246,14 +253,14 @@ class Placement:
         rest = request.input_tokens - sum(request.block_tokens) + round(self.ledger.answer_tokens(request))
         if rest <= 0:
             return request.block_hashes, request.block_tokens
-        return [*request.block_hashes, next(self._own_blocks)], [*request.block_tokens, rest]
+        self._own_blocks -= 1
+        return [*request.block_hashes, self._own_blocks], [*request.block_tokens, rest]
 
     def _is_crowded(self, slot: int, state: FleetState) -> bool:
         """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""
-        running = state.in_flight.item(slot)
-        answers = 0.5 * self.ledger.expected_output_tokens * running
-        tokens = state.in_flight_prompt_tokens.item(slot) + answers
-        return tokens > state.kv_capacity_tokens.item(slot) or running > self.ledger.profile.max_num_seqs
+        running, prompt_tokens, capacity = state.load_at(slot)
+        tokens = prompt_tokens + 0.5 * self.ledger.expected_output_tokens * running
+        return tokens > capacity or running > self.ledger.prices.most_running
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -315,11 +322,11 @@ def _filters(names: Iterable[str]) -> _Filters:
 
 def _choice(matched_tokens: Floats | list[float], first: int) -> Choice:
     if len(matched_tokens) == 1:
-        return Choice.ONLY_CANDIDATE
-    most = max(matched_tokens) if isinstance(matched_tokens, list) else matched_tokens[matched_tokens.argmax()]
+        return _ONLY_CANDIDATE
+    most = highest(matched_tokens) if isinstance(matched_tokens, list) else float(matched_tokens.max())
     if not most:
-        return Choice.LOAD
-    return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
+        return _NOBODY_HOLDS
+    return _AFFINITY if matched_tokens[first] == most else _SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:
@@ -330,6 +337,6 @@ def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:
     precise = view.request.precise
     if precise is not None and any(not precise.sees(str(view.state.addresses[slot])) for slot in view.slots.tolist()):
         missing += (Fallback.PREFIX_BLIND,)
-    if view.state.context_tokens.item(first) < view.request.input_tokens and exceeds_context(view):
+    if view.state.window(first) < view.request.input_tokens and exceeds_context(view):
         missing += (Fallback.CONTEXT_ESTIMATE,)
     return missing

@@ -25,26 +25,6 @@ class View:
     `slots` are in rising order.
     """
 
-    __slots__ = (
-        "_few",
-        "_kv_claimed",
-        "_kv_used",
-        "_load",
-        "_matched",
-        "_running",
-        "_stale",
-        "_waiting",
-        "fell_back",
-        "index",
-        "ledger",
-        "matched",
-        "now_s",
-        "request",
-        "rng",
-        "slots",
-        "state",
-    )
-
     def __init__(
         self,
         request: InferenceRequest,
@@ -60,7 +40,7 @@ class View:
         self.request = request
         self.state = state
         self.slots = slots
-        self.matched = matched_tokens  # as it was found, whatever the form
+        self.matched: Floats | list[float] = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
         self._few = few
         self.now_s = now_s
@@ -107,7 +87,10 @@ class View:
     def matched_of_few(self) -> list[float]:
         """The same for loops."""
         matched = self.matched
-        return matched if isinstance(matched, list) else matched.tolist()
+        if isinstance(matched, list):
+            return matched
+        listed: list[float] = matched.tolist()
+        return listed
 
     @property
     def load(self) -> Floats:
@@ -146,7 +129,7 @@ class View:
         """Requests in the engines that are none of ours, by their scrapes; none where those are stale."""
         if not self.state.has_foreign:
             return np.zeros(len(self.slots))
-        return np.where(self.stale, 0.0, self.state.foreign[self.slots])
+        return np.where(self.stale, 0.0, self.state.foreign_of(self.slots))
 
     @property
     def stale(self) -> Mask:
