@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
-from policies.types import FewSlots, Floats, Reservation, one_by_one
+from policies.types import Floats, Reservation, one_by_one
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     # name, dtype, value of a slot nobody has observed yet
@@ -70,7 +70,7 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
 _KEPT_ON_REUSE = ("generation",)
 _LOAD = ("in_flight", "in_flight_prompt_tokens", "kv_capacity_tokens", "foreign")
 """Rows of one array: nearly every decision takes the first three or all of them, of the same slots."""
-_READ_AS_LISTS = (*_LOAD, "state", "routable", "context_tokens")
+_GUARDED = (*_LOAD, "state", "routable", "context_tokens")
 """Whoever takes these arrays may write to them; see FleetState."""
 _COUNTS = ("in_flight", "in_flight_prompt_tokens")
 """Whole numbers, though policies calculate with them as floats."""
@@ -128,6 +128,16 @@ class _NamesBySlot:
         return self._counts
 
 
+class Load:
+    """Of one endpoint what every decision reads. Written by FleetState alone."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0.0
+        self.prompt_tokens = 0.0
+        self.kv_capacity_tokens = 0.0
+        self.foreign = 0.0
+
+
 class TooManyEndpoints(Exception):
     """The fleet has more endpoints than `limits.endpoints` allows."""
 
@@ -153,9 +163,9 @@ class FleetState:
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart;
     `others_lately`: the same by the last half second alone, and below 0 where our count is ahead of the figures.
     `has_metrics`: false for an engine that has none to scrape.
-    What every decision reads stands in lists by slot as well, which compiled code reads in a hundredth of the time. Who
-    takes one of these arrays may write to it: so the lists are made anew then, at the next decision, and what follows
-    from states is found again (`standing`). Take it anew to write again, and do not take it to decide.
+    What every decision reads stands in a Load by slot as well, which compiled code reads in a hundredth of the time.
+    Who takes one of these arrays may write to it: so the Loads are filled anew then, at the next decision, and what
+    follows from states is found again (`standing`). Take it anew to write again, and do not take it to decide.
     Of all: `busy_above`: requests at one endpoint, and what is above it is left alone; `refuses_when_busy`: also where
     all are. `avoids_zones`: some endpoints are `avoided`.
     """
@@ -219,11 +229,8 @@ class FleetState:
         self.running_adapters = _NamesBySlot()
         self.waiting_adapters = _NamesBySlot()
         self._size = 0
-        self._listed = False  # the next four say what the arrays say
-        self._in_flight_by_slot: list[float] = []
-        self._prompt_tokens_by_slot: list[float] = []
-        self._capacity_by_slot: list[float] = []
-        self._foreign_by_slot: list[float] = []
+        self._loads: list[Load] = []
+        self._loaded = False  # these say what the arrays say
         self._foreign_slots = 0
         self._grow(initial_slots)
 
@@ -285,7 +292,7 @@ class FleetState:
         load = np.empty((len(_LOAD), size))
         rows = dict(zip(_LOAD, load, strict=True))
         for name, dtype, default in _FIGURES:
-            attribute = f"_{name}" if name in _READ_AS_LISTS else name
+            attribute = f"_{name}" if name in _GUARDED else name
             new = rows[name] if name in rows else np.empty(size, dtype)
             new[:] = default
             old = getattr(self, attribute, new[:0])
@@ -299,10 +306,9 @@ class FleetState:
         self._booked_uncached_tokens: Any = one_by_one(self.in_flight_uncached_tokens)
         self._foreign_at: Any = one_by_one(self._foreign)
         self._levels: list[tuple[Any, Any]] = [
-            (getattr(self, f"_{name}" if name in _READ_AS_LISTS else name), getattr(self, level))
-            for name, level in _LEVELS
+            (getattr(self, f"_{name}" if name in _GUARDED else name), getattr(self, level)) for name, level in _LEVELS
         ]
-        self._listed = False
+        self._loaded = False
 
     def _forget_names(self, slot: int) -> None:
         for names in (self._models, self.adapters, self.running_adapters, self.waiting_adapters):
@@ -354,9 +360,9 @@ class FleetState:
         levels = self.waiting_level.item(slot) + self.running_level.item(slot) - self.in_flight_level.item(slot)
         others = min(levels, lately, total)
         foreign = others if others >= _FEWEST_FOREIGN else 0.0
-        self._list_load()
-        self._foreign_slots += (foreign > 0.0) - (self._foreign_by_slot[slot] > 0.0)
-        self._foreign_by_slot[slot] = self._foreign_at[slot] = foreign
+        load = self.loads()[slot]
+        self._foreign_slots += (foreign > 0.0) - (load.foreign > 0.0)
+        load.foreign = self._foreign_at[slot] = foreign
 
     def timed(self, slot: int, ttft_s: float, now_s: float) -> None:
         """A request's first byte came after `ttft_s`."""
@@ -384,13 +390,11 @@ class FleetState:
         return self.reserve(slot, prompt_tokens=reservation.prompt_tokens, uncached_tokens=uncached_tokens)
 
     def _book(self, slot: int, requests: int, prompt_tokens: int, uncached_tokens: int) -> None:
-        self._list_load()
-        in_flight = self._in_flight_by_slot[slot] + requests
-        in_flight_prompt_tokens = self._prompt_tokens_by_slot[slot] + prompt_tokens
-        self._in_flight_by_slot[slot] = in_flight
-        self._prompt_tokens_by_slot[slot] = in_flight_prompt_tokens
-        self._booked[slot] = in_flight
-        self._booked_prompt_tokens[slot] = in_flight_prompt_tokens
+        load = self.loads()[slot]
+        load.in_flight += requests
+        load.prompt_tokens += prompt_tokens
+        self._booked[slot] = load.in_flight
+        self._booked_prompt_tokens[slot] = load.prompt_tokens
         self._booked_uncached_tokens[slot] += uncached_tokens
 
     # -- reading
@@ -403,65 +407,54 @@ class FleetState:
         """Of each of `slots` the requests that are none of ours, shape (n,)."""
         return self._foreign[slots]
 
-    def in_flight_of_few(self, few: FewSlots) -> list[float]:
-        """Of each of a few the requests in flight."""
-        self._list_load()
-        return few.pick(self._in_flight_by_slot)
+    def loads(self) -> list[Load]:
+        """What the next decision reads, by slot."""
+        if not self._loaded:
+            self._fill_loads()
+        return self._loads
 
-    def prompt_tokens_of_few(self, few: FewSlots) -> list[float]:
-        """And the tokens of their prompts."""
-        self._list_load()
-        return few.pick(self._prompt_tokens_by_slot)
-
-    def capacity_of_few(self, few: FewSlots) -> list[float]:
-        """And their KV capacity in tokens."""
-        self._list_load()
-        return few.pick(self._capacity_by_slot)
-
-    def load_at(self, slot: int) -> tuple[float, float, float]:
-        """The same three of one slot."""
-        self._list_load()
-        return self._in_flight_by_slot[slot], self._prompt_tokens_by_slot[slot], self._capacity_by_slot[slot]
-
-    def _list_load(self) -> None:
-        if self._listed:
-            return
-        rows: list[list[float]] = self._load.tolist()
-        self._in_flight_by_slot, self._prompt_tokens_by_slot = rows[0], rows[1]
-        self._capacity_by_slot, self._foreign_by_slot = rows[2], rows[3]
-        self._foreign_slots = sum([foreign > 0.0 for foreign in rows[3]])
-        self._listed = True
+    def _fill_loads(self) -> None:
+        while len(self._loads) < self._size:
+            self._loads.append(Load())
+        columns: list[list[float]] = self._load.T.tolist()
+        self._foreign_slots = 0
+        for load, column in zip(self._loads, columns, strict=True):
+            load.in_flight, load.prompt_tokens = column[0], column[1]
+            load.kv_capacity_tokens, load.foreign = column[2], column[3]
+            self._foreign_slots += load.foreign > 0.0
+        self._loaded = True
 
     @property
     def has_foreign(self) -> bool:
         """Some engine has requests that are none of ours."""
-        self._list_load()
+        if not self._loaded:
+            self._fill_loads()
         return self._foreign_slots > 0
 
-    # -- arrays that are read as lists, or by what follows from them
+    # -- arrays that are read in Loads, or by what follows from them
 
     @property
     def in_flight(self) -> npt.NDArray[np.float64]:
         """Our requests."""
-        self._listed = False
+        self._loaded = False
         return self._in_flight
 
     @property
     def in_flight_prompt_tokens(self) -> npt.NDArray[np.float64]:
         """Tokens of their prompts."""
-        self._listed = False
+        self._loaded = False
         return self._in_flight_prompt_tokens
 
     @property
     def kv_capacity_tokens(self) -> npt.NDArray[np.float64]:
         """Size of the KV cache."""
-        self._listed = False
+        self._loaded = False
         return self._kv_capacity_tokens
 
     @property
     def foreign(self) -> npt.NDArray[np.float64]:
         """Requests that are none of ours."""
-        self._listed = False
+        self._loaded = False
         return self._foreign
 
     @property

@@ -71,15 +71,6 @@ def highest(figures: list[float]) -> float:
     return most
 
 
-def lowest(figures: list[float]) -> float:
-    """What min() gives, as above."""
-    least = figures[0]
-    for figure in figures:
-        if figure < least:
-            least = figure
-    return least
-
-
 def one_by_one(figures: npt.NDArray[Any]) -> memoryview[Any]:
     """The same figures, to be read and written one at a time: as Python's own numbers, in half of numpy's time."""
     view: Any = figures.data

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.placement.profiles import Profile
-from policies.types import FewSlots, Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
+from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
 
 _GENERATE: Final = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
 _RATE_MEMORY_S: Final = 30.0
@@ -77,12 +77,24 @@ class Prices:
         return uncached_tokens * (last_token - 0.5 * self.attention_per_token * uncached_tokens) + self.request_tokens
 
 
+class Pace:
+    """How fast one endpoint prefills, when its backlog will be done, and how long that takes at most.
+
+    Written by the Ledger alone.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.done_at_s = 0.0
+        self.longest_s = 0.0
+
+
 class Ledger:
     """Work by endpoint slot; columns grow with the highest slot seen. `misreadings`: observed rates not believed.
 
     Figures stand in lists: of an array one takes five times as long to read, and comes as numpy's float, which is slow
-    too. For policies that weigh many endpoints at once, rates and waits stand in an array as well, brought up to date
-    when it is read.
+    too. What every decision reads is the attributes of a Pace, which compiled code reads sooner still; for who weighs
+    many endpoints by arrays it stands in one as well, brought up to date when it is read.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -95,10 +107,8 @@ class Ledger:
         self.pending_tokens: npt.NDArray[np.float64] = np.zeros(0)
         self._pending: Any = one_by_one(self.pending)
         self._pending_tokens: Any = one_by_one(self.pending_tokens)
-        self._rate: list[float] = []  # work per second
-        self._done_at_s: list[float] = []  # when the backlog will be
-        self._longest_s: list[float] = []  # and how long that takes at most
-        self._pace: npt.NDArray[np.float64] = np.zeros((3, 0))  # these three by row, for whoever weighs many endpoints
+        self._paces: list[Pace] = []
+        self._pace: npt.NDArray[np.float64] = np.zeros((3, 0))  # the same by row
         self._stirred: set[int] = set()  # slots of which other figures stand there
         self.pending_work: list[float] = []
         self.bucket: list[float] = []
@@ -196,15 +206,20 @@ class Ledger:
 
     def prefill(self, slots: Slots, now_s: float) -> tuple[Floats, Floats]:
         """Prefill work per second, and after how many seconds of it a new request has its turn, both of shape (n,)."""
-        self._show_all(slots)
-        pace = self._pace.take(slots, 1)  # to unpack the rows takes five times as long as to index them
+        pace = self.paces_of(slots)  # to unpack the rows takes five times as long as to index them
         wait_s: Floats = np.minimum(np.maximum(pace[1] - now_s, 0.0), pace[2])
         return pace[0], wait_s
 
-    def prefill_of_few(self, few: FewSlots) -> tuple[list[float], list[float], list[float]]:
-        """The same of a few, as rates, when their backlogs will be done, and how long these take at most (`wait_s`)."""
-        self._reach(few.listed[-1])
-        return few.pick(self._rate), few.pick(self._done_at_s), few.pick(self._longest_s)
+    def paces(self, slot: int) -> list[Pace]:
+        """The same by slot, at least up to this one; done when is for the reader to compare with the time."""
+        self._reach(slot)
+        return self._paces
+
+    def paces_of(self, slots: Slots) -> Floats:
+        """The three figures of a Pace by row, shape (3, n), as they are now."""
+        self._show_all(slots)
+        pace: Floats = self._pace.take(slots, 1)
+        return pace
 
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
@@ -266,7 +281,7 @@ class Ledger:
 
     def _show(self, slot: int) -> None:
         """Another rate may have been learned."""
-        self._rate[slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
+        self._paces[slot].rate = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
         self._fill(slot, self.bucket[slot], self.bucket_at_s[slot])
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
@@ -282,7 +297,7 @@ class Ledger:
 
     def _expected_ttft_s(self, reservation: Reservation) -> float:
         slot = reservation.slot
-        return (reservation.backlog + reservation.work) / self._rate[slot]
+        return (reservation.backlog + reservation.work) / self._paces[slot].rate
 
     def _follow(self, pace: float, step: float) -> None:
         """Move the decode rate one step towards being what nine in ten exceed."""
@@ -303,23 +318,25 @@ class Ledger:
 
     def _backlog(self, slot: int, now_s: float) -> float:
         """What is left in the bucket by now."""
-        left = self.bucket[slot] - self._rate[slot] * (now_s - self.bucket_at_s[slot])
+        left = self.bucket[slot] - self._paces[slot].rate * (now_s - self.bucket_at_s[slot])
         return min(max(left, 0.0), self.pending_work[slot])
 
     def _fill(self, slot: int, work: float, at_s: float) -> None:
         """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
-        rate = self._rate[slot]
+        pace = self._paces[slot]
         self.bucket[slot], self.bucket_at_s[slot] = work, at_s
-        self._done_at_s[slot], self._longest_s[slot] = at_s + work / rate, self.pending_work[slot] / rate
+        pace.done_at_s, pace.longest_s = at_s + work / pace.rate, self.pending_work[slot] / pace.rate
         self._stirred.add(slot)
 
     def _show_all(self, slots: Slots) -> None:
         if len(slots):
             self._reach(slots.item(-1))
+        if not self._stirred:
+            return
         rate, done_at_s, longest_s = self._pace_by_slot
         for slot in self._stirred:
-            rate[slot], done_at_s[slot] = self._rate[slot], self._done_at_s[slot]
-            longest_s[slot] = self._longest_s[slot]
+            pace = self._paces[slot]
+            rate[slot], done_at_s[slot], longest_s[slot] = pace.rate, pace.done_at_s, pace.longest_s
         self._stirred.clear()
 
     def _reach(self, slot: int) -> None:
@@ -333,10 +350,10 @@ class Ledger:
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
         self._pace_by_slot: list[Any] = [one_by_one(row) for row in self._pace]
         for column in (
-            self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,
-            self._rate, self._done_at_s, self._longest_s,
+            self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s
         ):  # fmt: skip
             column.extend([0.0] * more)
+        self._paces += [Pace() for _ in range(more)]
         self._size = size
         for slot in range(first, size):
             self._show(slot)

@@ -35,13 +35,14 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from policies.placement.ledger import Prices
+from policies.fleet_state import Load
 from policies.placement.marginal_spec import MarginalCostSpec
-from policies.placement.pickers import max_of_few, max_score
+from policies.placement.pickers import Score, max_of_few, max_score
 from policies.placement.policy import Scored, ranking
+from policies.placement.prefix_index import Room
 from policies.placement.profiles import Profile
 from policies.placement.view import View
-from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking, highest, lowest
+from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking
 
 _HELD_SHARE: Final = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -119,6 +120,7 @@ class MarginalCost:
         self.eviction_fade_s: float = spec.eviction_fade_s
         self.overflow_s: float = spec.overflow_s
         self.affinity_band_s: float = spec.affinity_band_s
+        self._scores: list[Score] = []
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
@@ -215,135 +217,141 @@ class MarginalCost:
     # -- the same over floats: one request and few candidates
 
     def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
-        matched, request, state, ledger, index = view.matched_of_few, view.request, view.state, view.ledger, view.index
-        prompt, answer, now_s = float(request.input_tokens), ledger.answer_tokens(request), view.now_s
-        working = _Working(self, ledger.profile, prompt, answer, highest(matched), now_s, matched)
-        working.in_flight = working.running = state.in_flight_of_few(few)
-        working.held = state.prompt_tokens_of_few(few)
-        if state.has_foreign:
-            running, held = _others(view)
-            working.running, working.held = running.tolist(), held.tolist()
-        working.rate, working.done_at_s, working.longest_s = ledger.prefill_of_few(few)
-        scores = self._scores_of_few(working, ledger.prices)
-        room = index.room_of_few(few)
-        if prompt > lowest(room):
-            working.room, working.oldest_at_s = room, index.oldest_of_few(few)
-            self._add_eviction(working, scores)
-        capacity = state.capacity_of_few(few)
-        most_running = highest(working.running)
-        tokens = highest(working.held) + 0.5 * answer * most_running + prompt + answer
-        if tokens > lowest(capacity) or most_running > ledger.prices.most_running - 1.0:
-            working.capacity = capacity
-            self._add_overflow(working, ledger.prices.most_running, scores)
-        if working.most_matched > _HELD_SHARE * prompt:
-            self._add_band(working, scores)
-        positions = max_of_few(scores[:], length, view.rng)
-        first, listed = positions[0], few.listed
-        return Ranking([listed[position] for position in positions], view.slots, first, scores[first], working)
+        matched, prompt = view.matched_of_few, float(view.request.input_tokens)
+        answer, most_matched = view.ledger.answer_tokens(view.request), view.most_matched
+        working = _Working(self, view, matched, prompt, answer, most_matched)
+        scores = self._scores_of_few(working, view, few)
+        if most_matched > _HELD_SHARE * prompt:
+            self._add_band(matched, most_matched, view.state.loads(), few.listed, scores)
+        positions = max_of_few(scores, length, view.rng)
+        order = [few.listed[position] for position in positions]
+        return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
 
-    def _scores_of_few(self, working: _Working, prices: Prices) -> list[float]:
+    def _scores_of_few(self, working: _Working, view: View, few: FewSlots) -> list[Score]:
         """As `_cost`, but below zero."""
-        prompt, now_s, stall = working.prompt, working.now_s, self.stall_weight
-        decode, sequence_s, kv_token_s = self.decode_weight * working.answer, prices.sequence_s, prices.kv_token_s
-        whole = prices.work(prompt, prompt)
-        matched_of, rates, runnings, helds = working.matched, working.rate, working.running, working.held
-        done_at, longest = working.done_at_s, working.longest_s
-        scores: list[float] = []
-        for position in range(len(matched_of)):
-            matched, running, wait_s = matched_of[position], runnings[position], longest[position]
+        prompt, answer, now_s, stall = working.prompt, working.answer, view.now_s, self.stall_weight
+        prices, anybody_holds = view.ledger.prices, working.most_matched > 0.0
+        sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
+        whole, decode, asked = prices.work(prompt, prompt), self.decode_weight * answer, prompt + answer
+        matched_of, listed, first, neighbours = working.matched, few.listed, few.begin, few.end > 0
+        loads, paces, rooms = view.state.loads(), view.ledger.paces(listed[-1]), view.index.rooms(listed[-1])
+        others = view.state.has_foreign
+        if others:
+            working.running, working.held = _others(view)
+        scores = self._room_for(len(listed))
+        for position, score in enumerate(scores):
+            slot = first + position if neighbours else listed[position]
+            load, pace = loads[slot], paces[slot]
+            running, held, rate, wait_s = load.in_flight, load.prompt_tokens, pace.rate, pace.longest_s
+            if others:
+                running, held = float(working.running[position]), float(working.held[position])
             if wait_s > 0.0:  # as Ledger.prefill; where nothing is pending, as at most endpoints, in one look
-                wait_s = min(max(done_at[position] - now_s, 0.0), wait_s)
-            work = prices.work(prompt, max(prompt - matched, 0.0)) if matched else whole
-            prefill_s = work / rates[position]
-            load_s = sequence_s * running + kv_token_s * helds[position]
-            scores.append(-(wait_s + prefill_s + stall * running * prefill_s + decode * load_s))
+                wait_s = min(max(pace.done_at_s - now_s, 0.0), wait_s)
+            uncached, work = prompt, whole
+            if anybody_holds and matched_of[position]:
+                uncached = max(prompt - matched_of[position], 0.0)
+                work = prices.work(prompt, uncached)
+            prefill_s = work / rate
+            load_s = sequence_s * running + kv_token_s * held
+            value = -(wait_s + prefill_s + stall * running * prefill_s + decode * load_s)
+            if uncached > rooms[slot].tokens:
+                value -= self._loss(working, view, uncached, rate, rooms[slot])
+            tokens = held + 0.5 * answer * running + asked
+            if tokens > load.kv_capacity_tokens or running > most_running - 1.0:
+                working.overflows = True
+                memory = (tokens - load.kv_capacity_tokens) / load.kv_capacity_tokens
+                excess = max(memory, (running + (1.0 - most_running)) / most_running)  # of three it would be a call
+                value -= self.overflow_s * max(excess, 0.0)
+            score.value = value
+        working.remember(view)
         return scores
 
-    def _add_eviction(self, working: _Working, scores: list[float]) -> None:
-        prompt, now_s, weight, fade_s = working.prompt, working.now_s, self.eviction_weight, self.eviction_fade_s
-        matched_of, rates, rooms, oldest = working.matched, working.rate, working.room, working.oldest_at_s
-        for position in range(len(scores)):
-            matched, at_s = matched_of[position], oldest[position]
-            uncached = max(prompt - matched, 0.0) if matched else prompt
-            if uncached > rooms[position]:
-                idle_s = max(now_s - at_s, 0.0) if at_s < inf else inf
-                scores[position] -= weight * uncached / rates[position] * exp(-idle_s / fade_s)
+    def _room_for(self, count: int) -> list[Score]:
+        """So many of the scores that are kept to be written anew each time."""
+        while len(self._scores) < count:
+            self._scores.append(Score(0.0))
+        return self._scores[:count] if count < len(self._scores) else self._scores
 
-    def _add_overflow(self, working: _Working, most: float, scores: list[float]) -> None:
-        answer, tokens, overflow_s = working.answer, working.prompt + working.answer, self.overflow_s
-        helds, runnings, capacities = working.held, working.running, working.capacity
-        for position in range(len(scores)):
-            running, capacity = runnings[position], capacities[position]
-            memory = (helds[position] + 0.5 * answer * running + tokens - capacity) / capacity
-            excess = max(memory, (running + (1.0 - most)) / most)  # of three it would be a call
-            scores[position] -= overflow_s * max(excess, 0.0)
+    def _loss(self, working: _Working, view: View, uncached: float, rate: float, room: Room) -> float:
+        """By eviction, at one endpoint."""
+        if not working.evicts:
+            working.evicts = True
+            view.index.settle()
+        idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
+        return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(self, working: _Working, scores: list[float]) -> None:
-        matched, load, enough = working.matched, working.in_flight, _NEARLY_MOST * working.most_matched
-        level, total = -inf, 0.0
-        for position in range(len(scores)):
-            total += load[position]
-            if matched[position] >= enough and scores[position] > level:
-                level = scores[position]
+    def _add_band(
+        self, matched: list[float], most_matched: float, loads: list[Load], listed: list[int], scores: list[Score]
+    ) -> None:
+        enough, level, total = _NEARLY_MOST * most_matched, -inf, 0.0
+        holders: list[int] = []
+        for position, slot in enumerate(listed):
+            total += loads[slot].in_flight
+            if matched[position] >= enough:
+                holders.append(position)
+                level = max(level, scores[position].value)
         level -= _LEVEL_S
-        usual = _SPILL_FACTOR * (total / len(scores)) + _SPILL_REQUESTS
-        for position in range(len(scores)):
-            if matched[position] >= enough and scores[position] >= level and load[position] <= usual:
-                scores[position] += self.affinity_band_s
+        usual = _SPILL_FACTOR * (total / len(listed)) + _SPILL_REQUESTS
+        for position in holders:
+            score = scores[position]
+            if score.value >= level and loads[listed[position]].in_flight <= usual:
+                score.value += self.affinity_band_s
 
 
 class _Working:
-    """How a loop came to its costs, by position: called, it tells by arrays the same scores again, and their parts.
+    """How a loop came to its costs: called, it tells by arrays the same scores again, and their parts.
 
-    Decisions are kept by the thousand, and so are these. `room`, `oldest_at_s`, `capacity`: empty where nothing was
-    calculated of them.
+    Decisions are kept by the thousand, and so are these: the figures as they were, never to change. `running`, `held`:
+    only where they are not just ours. `evicts`, `overflows`: something was calculated of these terms.
     """
 
     def __init__(
         self,
         policy: MarginalCost,
-        profile: Profile,
+        view: View,
+        matched: list[float],
         prompt: float,
         answer: float,
         most_matched: float,
-        now_s: float,
-        matched: list[float],
     ) -> None:
         self.policy = policy
-        self.profile = profile
+        self.profile = view.ledger.profile
         self.prompt = prompt
         self.answer = answer
-        self.most_matched = most_matched
-        self.now_s = now_s
         self.matched = matched
-        self.in_flight: list[float] = matched
-        self.running: list[float] = matched
-        self.held: list[float] = matched
-        self.rate: list[float] = matched
-        self.done_at_s: list[float] = matched
-        self.longest_s: list[float] = matched
-        self.room: list[float] = []
-        self.oldest_at_s: list[float] = []
-        self.capacity: list[float] = []
+        self.most_matched = most_matched
+        self.now_s = view.now_s
+        self.evicts = False
+        self.overflows = False
+        self.load = _NONE
+        self.pace = _NONE
+        self.running = _NONE
+        self.held = _NONE
+        self.room = _NONE
+        self.oldest_at_s = _NONE
+
+    def remember(self, view: View) -> None:
+        """The figures of this moment."""
+        self.load, self.pace = view.load, view.ledger.paces_of(view.slots)
+        if self.evicts:
+            self.room, self.oldest_at_s = view.index.room_tokens(view.slots), view.index.oldest_at_s(view.slots)
 
     def __call__(self) -> Scored:
-        asks = _Asks(
-            self.prompt, self.answer, np.array(self.matched), self.prompt, self.prompt, self.answer, self.most_matched
-        )
-        wait_s = np.minimum(np.maximum(np.array(self.done_at_s) - self.now_s, 0.0), np.array(self.longest_s))
-        figures = _Figures(
-            self.profile,
-            np.array(self.in_flight),
-            np.array(self.running),
-            np.array(self.held),
-            np.array(self.rate),
-            wait_s,
-        )
-        if self.room:
-            figures.room, figures.idle_s = np.array(self.room), _idle_s(np.array(self.oldest_at_s), self.now_s)
-        if self.capacity:
-            figures.capacity = np.array(self.capacity)
-        return self.policy.scored(asks, figures)
+        matched, prompt, answer = np.array(self.matched), self.prompt, self.answer
+        in_flight, held, capacity = self.load
+        rate, done_at_s, longest_s = self.pace
+        wait_s = np.minimum(np.maximum(done_at_s - self.now_s, 0.0), longest_s)
+        figures = _Figures(self.profile, in_flight, in_flight, held, rate, wait_s)
+        if self.running is not _NONE:
+            figures.running, figures.held = self.running, self.held
+        if self.evicts:
+            figures.room, figures.idle_s = self.room, _idle_s(self.oldest_at_s, self.now_s)
+        if self.overflows:
+            figures.capacity = capacity
+        return self.policy.scored(_Asks(prompt, answer, matched, prompt, prompt, answer, self.most_matched), figures)
+
+
+_NONE: Final[Floats] = np.empty(0)
 
 
 def _uncached(asks: _Asks) -> Each:

@@ -35,7 +35,6 @@ from policies.types import (
     Reservation,
     Slots,
     few_slots,
-    highest,
 )
 
 _ALWAYS = ("ready", "model", "subset")
@@ -176,7 +175,7 @@ class Placement:
         return Decision(
             pool=self.pool,
             policy=policy,
-            choice=_choice(matched, first),
+            choice=_choice(view, first),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
             matched_tokens=matched,
@@ -258,9 +257,9 @@ class Placement:
 
     def _is_crowded(self, slot: int, state: FleetState) -> bool:
         """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""
-        running, prompt_tokens, capacity = state.load_at(slot)
-        tokens = prompt_tokens + 0.5 * self.ledger.expected_output_tokens * running
-        return tokens > capacity or running > self.ledger.prices.most_running
+        load = state.loads()[slot]
+        tokens = load.prompt_tokens + 0.5 * self.ledger.expected_output_tokens * load.in_flight
+        return tokens > load.kv_capacity_tokens or load.in_flight > self.ledger.prices.most_running
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -320,13 +319,13 @@ def _filters(names: Iterable[str]) -> _Filters:
     return [(name, FILTERS[name]) for name in wanted if name not in dict(STANDING)]
 
 
-def _choice(matched_tokens: Floats | list[float], first: int) -> Choice:
-    if len(matched_tokens) == 1:
+def _choice(view: View, first: int) -> Choice:
+    matched, most = view.matched, view.most_matched
+    if len(matched) == 1:
         return _ONLY_CANDIDATE
-    most = highest(matched_tokens) if isinstance(matched_tokens, list) else float(matched_tokens.max())
     if not most:
         return _NOBODY_HOLDS
-    return _AFFINITY if matched_tokens[first] == most else _SPILLED
+    return _AFFINITY if matched[first] == most else _SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:

@@ -47,6 +47,17 @@ class _Shelf:
         self.stay = 0
 
 
+class Room:
+    """Of one endpoint the tokens that fit before something is evicted; since when what would be is idle, else endless.
+
+    Written by the PrefixIndex alone.
+    """
+
+    def __init__(self, tokens: float) -> None:
+        self.tokens = tokens
+        self.oldest_at_s = inf
+
+
 class PrefixIndex:
     """Prefix blocks per endpoint slot. `default_capacity_tokens` applies until `set_capacity` is told better."""
 
@@ -54,9 +65,9 @@ class PrefixIndex:
         self.default_capacity_tokens = default_capacity_tokens
         self._shelves: dict[int, _Shelf] = {}
         self._holders: dict[_Block, int] = {}
-        # the shelves' figures by slot: lists for policies that weigh a few endpoints, arrays for those that weigh many
-        self._room_tokens: list[float] = []
-        self._oldest_at_s: list[float] = []
+        self._rooms: list[Room] = []  # by slot, and the same in arrays
+        self._room_tokens: Floats = np.empty(0)
+        self._oldest_at_s: Floats = np.empty(0)
         self._stirred: set[int] = set()  # whose oldest may be another by now
         self._reach(15)
 
@@ -212,26 +223,20 @@ class PrefixIndex:
     def room_tokens(self, slots: Slots) -> Floats:
         """Tokens that fit before something is evicted, shape (n,)."""
         self._reach(slots.item(-1))
-        room: Floats = self._rooms.take(slots)
+        room: Floats = self._room_tokens.take(slots)
         return room
 
-    def room_of_few(self, few: FewSlots) -> list[float]:
-        """The same of a few."""
-        self._reach(few.listed[-1])
-        return few.pick(self._room_tokens)
+    def rooms(self, slot: int) -> list[Room]:
+        """Both by slot, at least up to this one; but since when the oldest is idle only once it is settled."""
+        self._reach(slot)
+        return self._rooms
 
     def oldest_at_s(self, slots: Slots) -> Floats:
         """Since when the next block to be evicted is idle, shape (n,); endless where none is."""
         self._reach(slots.item(-1))
-        self._settle()
-        since_s: Floats = self._oldest.take(slots)
+        self.settle()
+        since_s: Floats = self._oldest_at_s.take(slots)
         return since_s
-
-    def oldest_of_few(self, few: FewSlots) -> list[float]:
-        """The same of a few."""
-        self._reach(few.listed[-1])
-        self._settle()
-        return few.pick(self._oldest_at_s)
 
     def resting_since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
         """Since when the block rests that has so many tokens before it, most recently used first.
@@ -253,25 +258,25 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def _reach(self, slot: int) -> None:
-        missing = slot + 1 - len(self._room_tokens)
-        if missing > 0:
-            self._room_tokens += [float(self.default_capacity_tokens)] * (missing + 16)
-            self._oldest_at_s += [inf] * (missing + 16)
-            self._rooms, self._oldest = np.array(self._room_tokens), np.array(self._oldest_at_s)
-            self._rooms_by_slot: Any = one_by_one(self._rooms)
-            self._oldest_by_slot: Any = one_by_one(self._oldest)
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Find the oldest again where it may be another."""
         for slot in self._stirred:
             oldest_at_s = next(iter(self._shelves[slot].idle.values()), inf)
-            self._oldest_at_s[slot] = self._oldest_by_slot[slot] = oldest_at_s
+            self._rooms[slot].oldest_at_s = self._oldest_by_slot[slot] = oldest_at_s
         self._stirred.clear()
+
+    def _reach(self, slot: int) -> None:
+        missing = slot + 1 - len(self._rooms)
+        if missing > 0:
+            self._rooms += [Room(float(self.default_capacity_tokens)) for _ in range(missing + 16)]
+            self._room_tokens = np.array([room.tokens for room in self._rooms])
+            self._oldest_at_s = np.array([room.oldest_at_s for room in self._rooms])
+            self._room_by_slot: Any = one_by_one(self._room_tokens)
+            self._oldest_by_slot: Any = one_by_one(self._oldest_at_s)
 
     def _note(self, slot: int, shelf: _Shelf) -> None:
         room = float(shelf.capacity_tokens - shelf.held_tokens)
-        self._room_tokens[slot] = self._rooms_by_slot[slot] = room
+        self._rooms[slot].tokens = self._room_by_slot[slot] = room
         self._stirred.add(slot)
 
     def _shelf(self, slot: int) -> _Shelf:

@@ -14,7 +14,7 @@ import numpy as np
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots
+from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots, highest
 
 
 class View:
@@ -42,6 +42,7 @@ class View:
         self.slots = slots
         self.matched: Floats | list[float] = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
+        self._most_matched = -1.0
         self._few = few
         self.now_s = now_s
         self.rng = rng
@@ -91,6 +92,14 @@ class View:
             return matched
         listed: list[float] = matched.tolist()
         return listed
+
+    @property
+    def most_matched(self) -> float:
+        """The most that any candidate holds of the prompt."""
+        if self._most_matched < 0.0:
+            matched = self.matched
+            self._most_matched = highest(matched) if isinstance(matched, list) else float(matched.max())
+        return self._most_matched
 
     @property
     def load(self) -> Floats:
