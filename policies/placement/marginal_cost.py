@@ -35,7 +35,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from policies.fleet_state import Load
 from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.pickers import Score, max_of_few, max_score
 from policies.placement.policy import Scored, ranking
@@ -220,15 +219,19 @@ class MarginalCost:
         matched, prompt = view.matched_of_few, float(view.request.input_tokens)
         answer, most_matched = view.ledger.answer_tokens(view.request), view.most_matched
         working = _Working(self, view, matched, prompt, answer, most_matched)
-        scores = self._scores_of_few(working, view, few)
-        if most_matched > _HELD_SHARE * prompt:
-            self._add_band(matched, most_matched, view.state.loads(), few.listed, scores)
+        enough = _NEARLY_MOST * most_matched if most_matched > _HELD_SHARE * prompt else inf
+        holders: list[int] = []
+        scores = self._scores_of_few(working, view, few, enough, holders)
+        if holders:
+            self._add_band(view, few, holders, scores)
         positions = max_of_few(scores, length, view.rng)
         order = [few.listed[position] for position in positions]
         return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
 
-    def _scores_of_few(self, working: _Working, view: View, few: FewSlots) -> list[Score]:
-        """As `_cost`, but below zero."""
+    def _scores_of_few(
+        self, working: _Working, view: View, few: FewSlots, enough: float, holders: list[int]
+    ) -> list[Score]:
+        """As `_cost`, but below zero. Positions of who holds `enough` go into `holders`."""
         prompt, answer, now_s, stall = working.prompt, working.answer, view.now_s, self.stall_weight
         prices, anybody_holds = view.ledger.prices, working.most_matched > 0.0
         sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
@@ -248,9 +251,13 @@ class MarginalCost:
             if wait_s > 0.0:  # as Ledger.prefill; where nothing is pending, as at most endpoints, in one look
                 wait_s = min(max(pace.done_at_s - now_s, 0.0), wait_s)
             uncached, work = prompt, whole
-            if anybody_holds and matched_of[position]:
-                uncached = max(prompt - matched_of[position], 0.0)
-                work = prices.work(prompt, uncached)
+            if anybody_holds:
+                matched = matched_of[position]
+                if matched:
+                    uncached = max(prompt - matched, 0.0)
+                    work = prices.work(prompt, uncached)
+                    if matched >= enough:
+                        holders.append(position)
             prefill_s = work / rate
             load_s = sequence_s * running + kv_token_s * held
             value = -(wait_s + prefill_s + stall * running * prefill_s + decode * load_s)
@@ -280,18 +287,14 @@ class MarginalCost:
         idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
         return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(
-        self, matched: list[float], most_matched: float, loads: list[Load], listed: list[int], scores: list[Score]
-    ) -> None:
-        enough, level, total = _NEARLY_MOST * most_matched, -inf, 0.0
-        holders: list[int] = []
-        for position, slot in enumerate(listed):
+    def _add_band(self, view: View, few: FewSlots, holders: list[int], scores: list[Score]) -> None:
+        loads, listed, level, total = view.state.loads(), few.listed, -inf, 0.0
+        for slot in listed:
             total += loads[slot].in_flight
-            if matched[position] >= enough:
-                holders.append(position)
-                level = max(level, scores[position].value)
-        level -= _LEVEL_S
         usual = _SPILL_FACTOR * (total / len(listed)) + _SPILL_REQUESTS
+        for position in holders:
+            level = max(level, scores[position].value)
+        level -= _LEVEL_S
         for position in holders:
             score = scores[position]
             if score.value >= level and loads[listed[position]].in_flight <= usual:

@@ -38,17 +38,13 @@ def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> 
 
 def max_of_few(scores: list[Score], length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The same of scores in a list."""
-    total = 0.0
-    for score in scores:
-        total += score.value
-    if isfinite(total):
-        order: list[int] = []
-        taken: list[float] = []
-        _take_best(scores, min(length, len(scores)), rng, margin + _TIE, order, taken)
-        for position, value in zip(order, taken, strict=True):
-            scores[position].value = value
-        return order
-    return _max_of_many(np.array([score.value for score in scores]), length, rng, margin)
+    order: list[int] = []
+    taken: list[float] = []
+    if not _take_best(scores, min(length, len(scores)), rng, margin + _TIE, order, taken):
+        return _max_of_many(np.array([score.value for score in scores]), length, rng, margin)
+    for number in range(len(order)):
+        scores[order[number]].value = taken[number]
+    return order
 
 
 def _max_of_many(scores: Floats, length: int, rng: Random, margin: float) -> list[int]:
@@ -61,18 +57,25 @@ def _max_of_many(scores: Floats, length: int, rng: Random, margin: float) -> lis
     return order
 
 
-def _take_best(left: list[Score], length: int, rng: Random, width: float, order: list[int], taken: list[float]) -> None:
-    """Put the best into `order`, and their scores, which are finite and are endlessly low then, into `taken`."""
+def _take_best(left: list[Score], length: int, rng: Random, width: float, order: list[int], taken: list[float]) -> bool:
+    """Put the best into `order`, and their scores, which are endlessly low then, into `taken`.
+
+    False, and nothing is done, where any score is endless or none at all.
+    """
     while len(order) < length:
         position, best, equals, second = 0, -inf, 0, -inf  # the highest, how many are just that, and what comes next
+        total = 0.0
         for place, score in enumerate(left):
             value = score.value
+            total += value
             if value > best:
                 position, second, best, equals = place, best, value, 1
             elif value == best:
                 equals += 1
             elif value > second:
                 second = value
+        if not order and not isfinite(total):
+            return False
         if second >= best - width:  # there are others nearly as good
             _take(left, _one_of(left, best - width, _count(left, best - width), rng), order, taken)
             continue
@@ -82,6 +85,7 @@ def _take_best(left: list[Score], length: int, rng: Random, width: float, order:
             position = -1
         if position >= 0:
             _take(left, position, order, taken)
+    return True
 
 
 def _take(left: list[Score], position: int, order: list[int], taken: list[float]) -> None:

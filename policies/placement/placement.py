@@ -123,12 +123,12 @@ class Placement:
 
     def view(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """The pool's endpoints as they are for this request, before any filter."""
-        matched: Floats | list[float]
-        if self._few is not None and request.precise is None:
-            matched = self.index.match_few(request.block_hashes, request.block_tokens, self._few)
-        else:
+        index, ledger, few = self.index, self.ledger, self._few
+        if few is None or request.precise is not None:
             matched = self.matched(request, self.members, state)
-        return View(request, state, self.members, matched, now_s, rng, self.index, self.ledger, self._few)
+            return View(request, state, self.members, matched, now_s, rng, index, ledger, few)
+        matched_of_few, most = index.match_few(request.block_hashes, request.block_tokens, few)
+        return View(request, state, self.members, matched_of_few, now_s, rng, index, ledger, few, most)
 
     def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""

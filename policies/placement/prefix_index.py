@@ -29,7 +29,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from policies.types import FewSlots, Floats, Slots, one_by_one
+from policies.types import FewSlots, Floats, Slots, highest, one_by_one
 
 _Block: TypeAlias = Any
 """A block's hash: an int of 64 bits. So named it is never unpacked by compiled code, only to be packed again."""
@@ -79,12 +79,18 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched if size == len(slots) else matched[slots]
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> list[float]:
-        """The same of a few."""
-        matched = [0.0] * (few.listed[-1] + 1)
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> tuple[list[float], float]:
+        """The same of a few, and the most that any of them holds."""
+        matched, most = [0.0] * (few.listed[-1] + 1), 0.0
+        there = (1 << len(matched)) - 1
         for holders, depth_tokens in self._depths(hashes, tokens):
-            _credit_few(matched, holders, float(depth_tokens))
-        return matched if len(matched) == len(few.listed) else few.pick(matched)
+            if holders & there:
+                most = float(depth_tokens)  # the deepest come last
+                _credit_few(matched, holders & there, most)
+        if not most or len(matched) == len(few.listed):
+            return few.pick(matched) if len(matched) > len(few.listed) else matched, most
+        picked = few.pick(matched)
+        return picked, highest(picked)
 
     def _depths(self, hashes: Sequence[_Block], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
@@ -330,8 +336,7 @@ def _credit(matched: Floats, holders: int, tokens: int) -> None:
 
 
 def _credit_few(matched: list[float], holders: int, tokens: float) -> None:
-    """The same in a list."""
-    holders &= (1 << len(matched)) - 1
+    """The same in a list, for holders that are all in it."""
     depth: Any = tokens  # one object, however many slots it is written for
     if holders.bit_count() <= _FEW_HOLDERS:
         while holders:

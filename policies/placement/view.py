@@ -20,9 +20,8 @@ from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_
 class View:
     """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
-    `few`: the same slots for loops, where somebody has that at hand.
-
-    `slots` are in rising order.
+    `few`: the same slots for loops, where somebody has that at hand; `most_matched`: the most of `matched_tokens`, or
+    below 0 where nobody has that. `slots` are in rising order.
     """
 
     def __init__(
@@ -36,13 +35,14 @@ class View:
         index: PrefixIndex,
         ledger: Ledger,
         few: FewSlots | None = None,
+        most_matched: float = -1.0,
     ) -> None:
         self.request = request
         self.state = state
         self.slots = slots
         self.matched: Floats | list[float] = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
-        self._most_matched = -1.0
+        self._most_matched = most_matched
         self._few = few
         self.now_s = now_s
         self.rng = rng
