@@ -34,7 +34,7 @@ from policies.admission.room import RoomSpec
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.ledger import Ledger
-from policies.placement.marginal_cost import MarginalCostSpec
+from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import HARDWARE

@@ -443,7 +443,7 @@ class Pipeline:
         slot, state = decision.order[0], self._fleet.state
         return target.terms.headers(
             request,
-            context_tokens=state.context_tokens.item(slot),
+            context_tokens=state.window(slot),
             tokens_per_s=placement.ledger.decode_rate,
             waves=placement.waves(request, slot, state),
             retry=retry,

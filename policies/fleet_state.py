@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
-from policies.types import FewSlots, Floats, Reservation, one_by_one
+from policies.types import Floats, Reservation, one_by_one
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
     # name, dtype, value of a slot nobody has observed yet
@@ -70,6 +70,8 @@ _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
 _KEPT_ON_REUSE = ("generation",)
 _LOAD = ("in_flight", "in_flight_prompt_tokens", "kv_capacity_tokens", "foreign")
 """Rows of one array: nearly every decision takes the first three or all of them, of the same slots."""
+_GUARDED = (*_LOAD, "state", "routable", "context_tokens")
+"""Whoever takes these arrays may write to them; see FleetState."""
 _COUNTS = ("in_flight", "in_flight_prompt_tokens")
 """Whole numbers, though policies calculate with them as floats."""
 
@@ -95,12 +97,10 @@ MINUTE_S, FIVE_MINUTES_S = 60.0, 300.0
 class _NamesBySlot:
     """A set of names per slot, and which slots have a name. The masks are kept until any set changes."""
 
-    __slots__ = ("_counts", "_names", "_slots_having")
-
     def __init__(self) -> None:
         self._names: dict[int, frozenset[str]] = {}
         self._slots_having: dict[str, npt.NDArray[np.bool_]] = {}
-        self._counts = np.empty(0, np.int64)
+        self._counts: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def put(self, slot: int, names: frozenset[str]) -> None:
         """`slot` has exactly these."""
@@ -128,6 +128,16 @@ class _NamesBySlot:
         return self._counts
 
 
+class Load:
+    """Of one endpoint what every decision reads. Written by FleetState alone."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0.0
+        self.prompt_tokens = 0.0
+        self.kv_capacity_tokens = 0.0
+        self.foreign = 0.0
+
+
 class TooManyEndpoints(Exception):
     """The fleet has more endpoints than `limits.endpoints` allows."""
 
@@ -153,21 +163,24 @@ class FleetState:
     `foreign`: requests in the engine that are none of ours: another router's, or ours from before our restart;
     `others_lately`: the same by the last half second alone, and below 0 where our count is ahead of the figures.
     `has_metrics`: false for an engine that has none to scrape.
+    What every decision reads stands in a Load by slot as well, which compiled code reads in a hundredth of the time.
+    Who takes one of these arrays may write to it: so the Loads are filled anew then, at the next decision, and what
+    follows from states is found again (`standing`). Take it anew to write again, and do not take it to decide.
     Of all: `busy_above`: requests at one endpoint, and what is above it is left alone; `refuses_when_busy`: also where
     all are. `avoids_zones`: some endpoints are `avoided`.
     """
 
     generation: npt.NDArray[np.int64]
-    state: npt.NDArray[np.int8]
-    routable: npt.NDArray[np.bool_]
+    _state: npt.NDArray[np.int8]
+    _routable: npt.NDArray[np.bool_]
     traffic_share: npt.NDArray[np.float64]
     waiting: npt.NDArray[np.float64]
     running: npt.NDArray[np.float64]
     kv_used: npt.NDArray[np.float64]
-    kv_capacity_tokens: npt.NDArray[np.float64]
-    context_tokens: npt.NDArray[np.float64]
-    in_flight: npt.NDArray[np.float64]
-    in_flight_prompt_tokens: npt.NDArray[np.float64]
+    _kv_capacity_tokens: npt.NDArray[np.float64]
+    _context_tokens: npt.NDArray[np.float64]
+    _in_flight: npt.NDArray[np.float64]
+    _in_flight_prompt_tokens: npt.NDArray[np.float64]
     in_flight_uncached_tokens: npt.NDArray[np.int64]
     error_ewma: npt.NDArray[np.float64]
     ttft_1m_s: npt.NDArray[np.float64]
@@ -184,7 +197,7 @@ class FleetState:
     kv_full_in_s: npt.NDArray[np.float64]
     kv_alarm: npt.NDArray[np.bool_]
     has_metrics: npt.NDArray[np.bool_]
-    foreign: npt.NDArray[np.float64]
+    _foreign: npt.NDArray[np.float64]
     others_lately: npt.NDArray[np.float64]
     waiting_level: npt.NDArray[np.float64]
     running_level: npt.NDArray[np.float64]
@@ -203,6 +216,7 @@ class FleetState:
 
     def __init__(self, *, stale_after_s: float = 0.6, max_endpoints: int = 4096, initial_slots: int = 16) -> None:
         self.stale_after_s = stale_after_s
+        self.standing = 0  # of states, addresses known to Envoy and context windows: another with each change
         self.max_endpoints = max_endpoints
         self.busy_above = math.inf
         self.refuses_when_busy = False
@@ -214,6 +228,10 @@ class FleetState:
         """Adapters listed, running, and waiting for a place, by slot."""
         self.running_adapters = _NamesBySlot()
         self.waiting_adapters = _NamesBySlot()
+        self._size = 0
+        self._loads: list[Load] = []
+        self._loaded = False  # these say what the arrays say
+        self._foreign_slots = 0
         self._grow(initial_slots)
 
     # -- slots
@@ -245,7 +263,7 @@ class FleetState:
 
     def remove(self, slot: int) -> bool:
         """Free a stopped slot. False, and nothing changes, while anything is in flight on it."""
-        if self.in_flight[slot]:
+        if self._in_flight[slot]:
             return False
         address = self.addresses[slot]
         if address is not None:
@@ -263,8 +281,8 @@ class FleetState:
         if len(self.addresses) >= self.max_endpoints:
             raise TooManyEndpoints(f"more than {self.max_endpoints} endpoints (limits.endpoints)")
         self.addresses += (None,)
-        if len(self.addresses) > len(self.generation):
-            self._grow(2 * len(self.generation))
+        if len(self.addresses) > self._size:
+            self._grow(2 * self._size)
         return len(self.addresses) - 1
 
     def _name(self, slot: int, address: str | None) -> None:
@@ -274,17 +292,23 @@ class FleetState:
         load = np.empty((len(_LOAD), size))
         rows = dict(zip(_LOAD, load, strict=True))
         for name, dtype, default in _FIGURES:
+            attribute = f"_{name}" if name in _GUARDED else name
             new = rows[name] if name in rows else np.empty(size, dtype)
             new[:] = default
-            old = getattr(self, name, new[:0])
+            old = getattr(self, attribute, new[:0])
             new[: len(old)] = old
-            setattr(self, name, new)
-        self._load = load
-        self._generations = one_by_one(self.generation)
-        self._booked = [
-            one_by_one(booked)
-            for booked in (self.in_flight, self.in_flight_prompt_tokens, self.in_flight_uncached_tokens)
+            setattr(self, attribute, new)
+        self._size = size
+        self._load: npt.NDArray[np.float64] = load
+        self._generations: Any = one_by_one(self.generation)
+        self._booked: Any = one_by_one(self._in_flight)
+        self._booked_prompt_tokens: Any = one_by_one(self._in_flight_prompt_tokens)
+        self._booked_uncached_tokens: Any = one_by_one(self.in_flight_uncached_tokens)
+        self._foreign_at: Any = one_by_one(self._foreign)
+        self._levels: list[tuple[Any, Any]] = [
+            (getattr(self, f"_{name}" if name in _GUARDED else name), getattr(self, level)) for name, level in _LEVELS
         ]
+        self._loaded = False
 
     def _forget_names(self, slot: int) -> None:
         for names in (self._models, self.adapters, self.running_adapters, self.waiting_adapters):
@@ -303,7 +327,7 @@ class FleetState:
 
     def serving(self, model: str) -> npt.NDArray[np.bool_]:
         """Which slots list `model`, shape (slots,). Ask for configured names only: the answers are kept."""
-        return self._models.having(model, len(self.generation))
+        return self._models.having(model, self._size)
 
     # -- what is observed
 
@@ -319,10 +343,9 @@ class FleetState:
         share = 1 - math.exp(-age_s / _LEVEL_S)  # the first time it is the whole
         self.waiting[slot], self.running[slot], self.kv_used[slot] = waiting, running, kv_used
         self.observed_at_s[slot] = now_s
-        for figure, level in _LEVELS:  # by Python's floats: numpy's scalars take three times as long
-            levels = getattr(self, level)
+        for figures, levels in self._levels:  # by Python's floats: numpy's scalars take three times as long
             before = levels.item(slot)
-            levels[slot] = before + share * (getattr(self, figure).item(slot) - before)
+            levels[slot] = before + share * (figures.item(slot) - before)
         self._see_others(slot, waiting + running, age_s)
 
     def _see_others(self, slot: int, total: float, age_s: float) -> None:
@@ -331,12 +354,15 @@ class FleetState:
         One count is late against the other, so levels are compared; but those of a flood that is over stay high for
         long. So it is never more than the engine's `total`, nor than the difference of the last few figures.
         """
-        before, now = self.others_lately.item(slot), total - self.in_flight.item(slot)
+        before, now = self.others_lately.item(slot), total - self._in_flight.item(slot)
         lately = before + (1 - math.exp(-age_s / _OTHERS_S)) * (now - before)
         self.others_lately[slot] = lately
         levels = self.waiting_level.item(slot) + self.running_level.item(slot) - self.in_flight_level.item(slot)
         others = min(levels, lately, total)
-        self.foreign[slot] = others if others >= _FEWEST_FOREIGN else 0.0
+        foreign = others if others >= _FEWEST_FOREIGN else 0.0
+        load = self.loads()[slot]
+        self._foreign_slots += (foreign > 0.0) - (load.foreign > 0.0)
+        load.foreign = self._foreign_at[slot] = foreign
 
     def timed(self, slot: int, ttft_s: float, now_s: float) -> None:
         """A request's first byte came after `ttft_s`."""
@@ -364,10 +390,12 @@ class FleetState:
         return self.reserve(slot, prompt_tokens=reservation.prompt_tokens, uncached_tokens=uncached_tokens)
 
     def _book(self, slot: int, requests: int, prompt_tokens: int, uncached_tokens: int) -> None:
-        booked, booked_prompt_tokens, booked_uncached_tokens = self._booked
-        booked[slot] += requests
-        booked_prompt_tokens[slot] += prompt_tokens
-        booked_uncached_tokens[slot] += uncached_tokens
+        load = self.loads()[slot]
+        load.in_flight += requests
+        load.prompt_tokens += prompt_tokens
+        self._booked[slot] = load.in_flight
+        self._booked_prompt_tokens[slot] = load.prompt_tokens
+        self._booked_uncached_tokens[slot] += uncached_tokens
 
     # -- reading
 
@@ -375,15 +403,93 @@ class FleetState:
         """Of each of `slots` requests and prompt tokens in flight and KV capacity in tokens, shape (3, n)."""
         return self._load[:3].take(slots, 1)
 
-    def load_of_few(self, few: FewSlots) -> list[list[float]]:
-        """The same of a few, as lists, and behind them `foreign`."""
-        rows: list[list[float]] = self._load[:, few.columns].tolist()
-        return rows
+    def foreign_of(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        """Of each of `slots` the requests that are none of ours, shape (n,)."""
+        return self._foreign[slots]
+
+    def loads(self) -> list[Load]:
+        """What the next decision reads, by slot."""
+        if not self._loaded:
+            self._fill_loads()
+        return self._loads
+
+    def _fill_loads(self) -> None:
+        while len(self._loads) < self._size:
+            self._loads.append(Load())
+        columns: list[list[float]] = self._load.T.tolist()
+        self._foreign_slots = 0
+        for load, column in zip(self._loads, columns, strict=True):
+            load.in_flight, load.prompt_tokens = column[0], column[1]
+            load.kv_capacity_tokens, load.foreign = column[2], column[3]
+            self._foreign_slots += load.foreign > 0.0
+        self._loaded = True
 
     @property
     def has_foreign(self) -> bool:
         """Some engine has requests that are none of ours."""
-        return bool(self.foreign.item(self.foreign.argmax()))  # numpy's own max takes five times as long
+        if not self._loaded:
+            self._fill_loads()
+        return self._foreign_slots > 0
+
+    # -- arrays that are read in Loads, or by what follows from them
+
+    @property
+    def in_flight(self) -> npt.NDArray[np.float64]:
+        """Our requests."""
+        self._loaded = False
+        return self._in_flight
+
+    @property
+    def in_flight_prompt_tokens(self) -> npt.NDArray[np.float64]:
+        """Tokens of their prompts."""
+        self._loaded = False
+        return self._in_flight_prompt_tokens
+
+    @property
+    def kv_capacity_tokens(self) -> npt.NDArray[np.float64]:
+        """Size of the KV cache."""
+        self._loaded = False
+        return self._kv_capacity_tokens
+
+    @property
+    def foreign(self) -> npt.NDArray[np.float64]:
+        """Requests that are none of ours."""
+        self._loaded = False
+        return self._foreign
+
+    @property
+    def state(self) -> npt.NDArray[np.int8]:
+        """State of the endpoint."""
+        self.standing += 1
+        return self._state
+
+    @property
+    def routable(self) -> npt.NDArray[np.bool_]:
+        """Every connected Envoy knows its address."""
+        self.standing += 1
+        return self._routable
+
+    @property
+    def context_tokens(self) -> npt.NDArray[np.float64]:
+        """Size of the context window."""
+        self.standing += 1
+        return self._context_tokens
+
+    def states_of(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int8]:
+        """The states of these, to read."""
+        return self._state[slots]
+
+    def routable_of(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Which of these every connected Envoy knows, to read."""
+        return self._routable[slots]
+
+    def windows_of(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+        """The context windows of these, to read."""
+        return self._context_tokens[slots]
+
+    def window(self, slot: int) -> float:
+        """The context window of one slot."""
+        return self._context_tokens.item(slot)
 
     def stale(self, slots: npt.NDArray[np.intp], now_s: float) -> npt.NDArray[np.bool_]:
         """Which of `slots` have no figures younger than `stale_after_s` or their silence, shape (n,)."""

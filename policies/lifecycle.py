@@ -24,8 +24,9 @@ needs the model list, and refused connections of real requests count as much as 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from policies.admission.breakers import BreakerSpec, Window
 
@@ -47,7 +48,7 @@ class State(IntEnum):
 
 
 TAKE_TRAFFIC = (State.READY, State.WARMING, State.DEGRADED)
-_READY = State.READY  # asked for with every answer: a member is found far sooner by a name of our own
+_READY: Final = State.READY  # asked for with every answer: a member is found far sooner by a name of our own
 
 
 class Evidence(IntEnum):
@@ -101,7 +102,7 @@ LONGEST_COOLDOWN_S = 60.0
 """No fall, the hundredth in a row neither, keeps an endpoint out for longer than this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Thresholds:
     """How many failures in a row make an endpoint Unhealthy. Probes and real requests are counted apart.
 
@@ -111,12 +112,28 @@ class Thresholds:
     errors, in a row or not, take it out; None: none do.
     """
 
-    failed_probes: int = 3
-    failed_requests: int = 3
-    cooldown_s: float = 5.0
-    warm_up_requests: int = 0
-    timeouts: int | None = None
-    breaker: BreakerSpec | None = None
+    failed_probes: int
+    failed_requests: int
+    cooldown_s: float
+    warm_up_requests: int
+    timeouts: int | None
+    breaker: BreakerSpec | None
+
+    def __init__(
+        self,
+        failed_probes: int = 3,
+        failed_requests: int = 3,
+        cooldown_s: float = 5.0,
+        warm_up_requests: int = 0,
+        timeouts: int | None = None,
+        breaker: BreakerSpec | None = None,
+    ) -> None:
+        self.failed_probes = failed_probes
+        self.failed_requests = failed_requests
+        self.cooldown_s = cooldown_s
+        self.warm_up_requests = warm_up_requests
+        self.timeouts = timeouts
+        self.breaker = breaker
 
     def rest_s(self, falls: int) -> float:
         """How long an endpoint stays out after its `falls`-th fall in a row, in seconds."""
@@ -134,7 +151,7 @@ _MOST_DOUBLINGS = 16
 """From the shortest cool-down that can be configured to the longest, and far from what a float cannot hold."""
 
 
-@dataclass(slots=True)
+@dataclass(init=False)
 class Lifecycle:
     """The state of one endpoint and the evidence it rests on.
 
@@ -144,23 +161,37 @@ class Lifecycle:
     """
 
     thresholds: Thresholds
-    state: State = State.STARTING
-    since_s: float = 0.0
-    reason: str = "not probed yet"
-    failed_probes: int = 0
-    failed_requests: int = 0
-    falls: int = 0
-    rests_until_s: float = -math.inf
-    cold: bool = True
-    served: int = 0
-    unfit: bool = False
-    timeouts: int = 0
-    good: int = 0
-    tripped: bool = False
-    errors: Window = field(default_factory=lambda: Window(_WINDOW_S))
+    state: State
+    since_s: float
+    reason: str
+    failed_probes: int
+    failed_requests: int
+    falls: int
+    rests_until_s: float
+    cold: bool
+    served: int
+    unfit: bool
+    timeouts: int
+    good: int
+    tripped: bool
+    errors: Window
 
-    def __post_init__(self) -> None:
-        self.configure(self.thresholds)
+    def __init__(self, thresholds: Thresholds, *, state: State = State.STARTING, since_s: float = 0.0) -> None:
+        self.state = state
+        self.since_s = since_s
+        self.reason = "not probed yet"
+        self.failed_probes = 0
+        self.failed_requests = 0
+        self.falls = 0
+        self.rests_until_s = -math.inf
+        self.cold = True
+        self.served = 0
+        self.unfit = False
+        self.timeouts = 0
+        self.good = 0
+        self.tripped = False
+        self.errors = Window(_WINDOW_S)
+        self.configure(thresholds)
 
     def configure(self, thresholds: Thresholds) -> None:
         """Go by these from now on."""
@@ -189,11 +220,12 @@ class Lifecycle:
     def errs_too_much(self, now_s: float) -> bool:
         """Its breaker should open. To be asked after a failure, and answered with TRIPPED or SPARED."""
         breaker = self.thresholds.breaker
-        if breaker is None or self.state not in (*TAKE_TRAFFIC, State.UNHEALTHY):
+        if breaker is None or (self.state not in TAKE_TRAFFIC and self.state is not State.UNHEALTHY):
             return False
         if self.tripped:
             return self.state is State.DEGRADED  # the one that should have shown that it is well
-        return breaker.exceeded_by(*self.errors.counts(now_s))
+        bad, total = self.errors.counts(now_s)
+        return breaker.exceeded_by(bad, total)
 
     def still_serves(self, now_s: float) -> bool:
         """Take it that a real request was answered, where nothing could be better than it is. False: `observe` it."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field
 
-from policies.placement.marginal_cost import MarginalCostSpec
+from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.peers import (
     AibrixPrefixSpec,
     CacheAwareSpec,

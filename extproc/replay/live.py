@@ -32,7 +32,7 @@ from extproc.replay.offline import Fleet, Outcome, Run
 from extproc.replay.scenarios import Group
 from extproc.replay.traces import Trace, TraceRequest
 from policies.admission.binding import BindingSpec
-from policies.placement.marginal_cost import MarginalCostSpec
+from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.policy import PolicySpec
 from policies.placement.profiles import HARDWARE as PROFILES
 from policies.placement.profiles import Profile

@@ -21,18 +21,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
-_SLICES = 12
+_SLICES: Final = 12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class BreakerSpec:
-    """More than `error_ratio` of at least `least_requests` within `window_s` opens it, for `open_s`."""
+    """More than `error_ratio` of at least `least_requests` within `window_s` opens it, for `open_s`. Never changed."""
 
     error_ratio: float
-    window_s: float = 120.0
-    least_requests: int = 20
-    open_s: float = 180.0
+    window_s: float
+    least_requests: int
+    open_s: float
+
+    def __init__(
+        self, error_ratio: float, window_s: float = 120.0, least_requests: int = 20, open_s: float = 180.0
+    ) -> None:
+        self.error_ratio = error_ratio
+        self.window_s = window_s
+        self.least_requests = least_requests
+        self.open_s = open_s
 
     def exceeded_by(self, bad: int, total: int) -> bool:
         """Whether so many errors among so many requests are too many."""
@@ -51,13 +60,14 @@ class Position(IntEnum):
 class Window:
     """Good and bad outcomes of the last `window_s`, in slices; those told with a name also by whose they were."""
 
-    __slots__ = ("_bad", "_good", "_named", "_newest", "_position", "_slice_s", "window_s")
-
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
         self._slice_s = window_s / _SLICES
         self._newest = -math.inf
         self._position = 0  # of the newest slice
+        self._good: list[int] = []
+        self._bad: list[int] = []
+        self._named: list[dict[str, list[int]]] = []
         self.clear()
 
     def saw(self, now_s: float, *, good: bool, by: str | None = None) -> None:
@@ -104,7 +114,7 @@ class Window:
         """Forget everything."""
         self._good = [0] * _SLICES
         self._bad = [0] * _SLICES
-        self._named: list[dict[str, list[int]]] = [{} for _ in range(_SLICES)]
+        self._named = [{} for _ in range(_SLICES)]
 
     def _move(self, now_s: float) -> None:
         """Empty the slices that have passed since the last look."""
@@ -121,8 +131,6 @@ class Window:
 
 class Breaker:
     """One breaker. Every call takes the time in seconds of one clock; `trips` counts how often it opened."""
-
-    __slots__ = ("_open_until_s", "_passes", "_passes_before", "_trial", "_trial_since_s", "_window", "spec", "trips")
 
     def __init__(self, spec: BreakerSpec) -> None:
         self.spec = spec
@@ -204,9 +212,11 @@ class Breaker:
 
     def _is_exceeded(self, now_s: float) -> bool:
         """Over all, and without the worst endpoint as well; the second takes longer to count."""
-        return self.spec.exceeded_by(*self._window.counts(now_s)) and self.spec.exceeded_by(
-            *self._window.counts_but_for_the_worst(now_s)
-        )
+        bad, total = self._window.counts(now_s)
+        if not self.spec.exceeded_by(bad, total):
+            return False
+        bad, total = self._window.counts_but_for_the_worst(now_s)
+        return self.spec.exceeded_by(bad, total)
 
     def _open(self, now_s: float) -> None:
         self._open_until_s = now_s + self.spec.open_s

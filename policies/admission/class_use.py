@@ -13,15 +13,14 @@ class ClassUse:
     """Requests and tokens by class and endpoint slot; requests without a class are not counted."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Floats] = {}
-        self._tokens: dict[str, Floats] = {}
+        self._requests: dict[str, list[float]] = {}  # by slot
+        self._tokens: dict[str, list[float]] = {}
 
     def book(self, class_name: str | None, slot: int, requests: float, tokens: float) -> None:
         """Count so many more, or fewer, on `slot`."""
         if class_name is not None:
-            for figures, more in ((self._requests, requests), (self._tokens, tokens)):
-                figures[class_name] = _reaching(figures.get(class_name), slot)
-                figures[class_name][slot] += more
+            _reaching(self._requests, class_name, slot)[slot] += requests
+            _reaching(self._tokens, class_name, slot)[slot] += tokens
 
     def requests(self, class_name: str, slots: Slots) -> Floats:
         """Requests of a class on each of `slots`, shape (n,)."""
@@ -34,18 +33,20 @@ class ClassUse:
     def keep(self, class_names: Collection[str]) -> None:
         """Let go of all other classes that have nothing running: there are none such any more."""
         for name in [name for name in self._requests if name not in class_names]:
-            if not self._requests[name].any():
+            if not any(self._requests[name]):
                 del self._requests[name], self._tokens[name]
 
 
-def _reaching(figures: Floats | None, slot: int) -> Floats:
-    if figures is None:
-        return np.zeros(max(16, slot + 1))
-    return figures if slot < len(figures) else np.concatenate([figures, np.zeros(slot + 1)])
+def _reaching(figures: dict[str, list[float]], class_name: str, slot: int) -> list[float]:
+    by_slot = figures.get(class_name)
+    if by_slot is None:
+        by_slot = figures[class_name] = [0.0] * 16
+    if slot >= len(by_slot):
+        by_slot.extend([0.0] * (slot + 1))
+    return by_slot
 
 
-def _of(figures: dict[str, Floats], class_name: str, slots: Slots) -> Floats:
-    found = figures.get(class_name)
-    if found is None or not len(slots):
+def _of(figures: dict[str, list[float]], class_name: str, slots: Slots) -> Floats:
+    if class_name not in figures or not len(slots):
         return np.zeros(len(slots))
-    return _reaching(found, int(slots[-1]))[slots]
+    return np.array(_reaching(figures, class_name, int(slots[-1])))[slots]

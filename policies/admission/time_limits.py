@@ -15,33 +15,39 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Final
 
 from policies.types import Kind
 
-_STEP = 1.25
+_STEP: Final = 1.25
 """Each value is so many times the one below it: at most a quarter is added by rounding."""
 
-_WITHOUT_TOKENS = frozenset({Kind.EMBEDDING, Kind.RERANK, Kind.POOLING, Kind.TOKENIZE})
-_ENDLESS = frozenset({Kind.REALTIME, Kind.OTHER})
+_WITHOUT_TOKENS: Final = frozenset({Kind.EMBEDDING, Kind.RERANK, Kind.POOLING, Kind.TOKENIZE})
+_ENDLESS: Final = frozenset({Kind.REALTIME, Kind.OTHER})
 """A conversation has no longest answer, and of what is routed by its path alone nothing is known."""
 
 
-@dataclass(frozen=True)
+@dataclass(init=False)
 class TimeLimits:
-    """The bounds of the formula above, in seconds; `margin` has no unit."""
+    """The bounds of the formula above, in seconds; `margin` has no unit. Never changed.
+
+    `steps`: every value there is, in whole milliseconds, ascending.
+    """
 
     allowance_s: float
     margin: float
     least_s: float
     most_s: float
 
-    @cached_property
-    def steps(self) -> tuple[float, ...]:
-        """Every value there is, in whole milliseconds, ascending."""
-        count = math.ceil(math.log(self.most_s / self.least_s, _STEP))
-        between = [self.least_s * _STEP**number for number in range(count)]
-        return tuple(round(value, 3) for value in (*between, self.most_s))
+    def __init__(self, allowance_s: float, margin: float, least_s: float, most_s: float) -> None:
+        self.allowance_s = allowance_s
+        self.margin = margin
+        self.least_s = least_s
+        self.most_s = most_s
+        count = math.ceil(math.log(most_s / least_s, _STEP))
+        values = [least_s * _STEP**number for number in range(count)]
+        values.append(most_s)
+        self.steps: tuple[float, ...] = tuple([round(value, 3) for value in values])
 
     def step(self, tokens: float, tokens_per_s: float) -> int:
         """Which of `steps` an answer of at most `tokens` may take at `tokens_per_s`; `tokens` may be endless."""

@@ -22,32 +22,33 @@ Rejected: going by the share of kept promises alone. Where queues delay what was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+from math import inf
 from operator import itemgetter
+from typing import Final
 
 import numpy as np
 
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import Promise
+from policies.types import Floats, Promise
 
 SMALLEST_SCALE = 1 / 8
-_STEPS = 15
+_STEPS: Final = 15
 LEVELS = tuple(SMALLEST_SCALE ** (1 - step / _STEPS) for step in range(_STEPS + 1))
 """Shares of the reported size that an index may have, each a seventh above the one before. The last is the whole."""
-_TOP = _STEPS
+_TOP: Final = 15
 
-_BETWEEN_PROMISES_S = 0.02
+_BETWEEN_PROMISES_S: Final = 0.02
 """A promise costs microseconds to note; fifty a second and endpoint are evidence enough."""
 _BETWEEN_MARKS_S = 2.0
 """How long what is known of depths is used: an index of 400,000 tokens turns over in a minute at best, and a walk over
 its 3,400 blocks takes 0.4 ms. So it is done as an answer comes, not while a request waits for its decision."""
 _BETWEEN_WALKS_S = 0.04
 """Over all endpoints of the pool: a hundredth of the loop for 25 walks a second, however many there are."""
-_OLDEST_MARKS_S = 10.0
+_OLDEST_MARKS_S: Final = 10.0
 """Where walks are put off for that, older marks say nothing: what they mark lies a level deeper by now."""
-_LEAST_TOKENS = 128
+_LEAST_TOKENS: Final = 128
 """A promise of fewer says nothing beside what rounding takes."""
 _ROUNDING_TOKENS = 64
 """An engine finds whole blocks, and never the prompt's last token."""
@@ -80,28 +81,24 @@ class Evidence(StrEnum):
     NONE = "none"
 
 
-@dataclass(slots=True)
 class _Endpoint:
     """What is known of one endpoint. `marks[level]`: since when the block rests that lies that deep in the index."""
 
-    promised: np.ndarray[tuple[int], np.dtype[np.float64]]
-    found: np.ndarray[tuple[int], np.dtype[np.float64]]
-    marks: list[float]
-    capacity_tokens: int = 0
-    level: int = _TOP
-    stay: int = 0
-    kept_in_a_row: int = 0
-    fresh_tokens: float = 0.0
-    marked_at_s: float = -np.inf
-    noted_at_s: float = -np.inf
-    put_off: bool = False
-    tells: bool = False
-    counts: bool = False
-    hit_tokens: float = 0.0
-
-    @classmethod
-    def new(cls) -> _Endpoint:
-        return cls(np.zeros(_STEPS + 1), np.zeros(_STEPS + 1), [-np.inf] * (_STEPS + 1))
+    def __init__(self) -> None:
+        self.promised: Floats = np.zeros(_STEPS + 1)
+        self.found: Floats = np.zeros(_STEPS + 1)
+        self.marks = [-inf] * (_STEPS + 1)
+        self.capacity_tokens = 0
+        self.level = _TOP
+        self.stay = 0
+        self.kept_in_a_row = 0
+        self.fresh_tokens = 0.0
+        self.marked_at_s = -inf
+        self.noted_at_s = -inf
+        self.put_off = False
+        self.tells = False
+        self.counts = False
+        self.hit_tokens = 0.0
 
     def forget_evidence(self) -> None:
         self.promised[:] = self.found[:] = 0.0
@@ -120,14 +117,15 @@ class Calibration:
         self.enabled = False
         self._index = index
         self._endpoints: dict[int, _Endpoint] = {}
-        self._now_s = self._walked_at_s = -np.inf
+        self._now_s = -inf
+        self._walked_at_s = -inf
 
     def set_capacity(self, slot: int, tokens: int) -> None:
         """The endpoint reports this size. Another than before is believed anew."""
         endpoint = self._endpoint(slot)
         if tokens != endpoint.capacity_tokens:
             endpoint.capacity_tokens, endpoint.level = tokens, _TOP
-            endpoint.marked_at_s = -np.inf
+            endpoint.marked_at_s = -inf
             endpoint.forget_evidence()
         self._apply(slot, endpoint)
 
@@ -136,7 +134,7 @@ class Calibration:
         endpoint = self._endpoints.get(slot)
         if endpoint is not None:
             endpoint.stay += 1
-            endpoint.marked_at_s = -np.inf
+            endpoint.marked_at_s = -inf
             endpoint.forget_evidence()
             endpoint.tells = False
 
@@ -181,8 +179,8 @@ class Calibration:
 
     def _knows_depths(self, endpoint: _Endpoint) -> bool:
         """Not before the first answer, which finds out how deep things lie."""
-        oldest_s = _OLDEST_MARKS_S if endpoint.put_off else np.inf
-        return endpoint.marked_at_s > -np.inf and self._now_s - endpoint.marked_at_s <= oldest_s
+        oldest_s = _OLDEST_MARKS_S if endpoint.put_off else inf
+        return endpoint.marked_at_s > -inf and self._now_s - endpoint.marked_at_s <= oldest_s
 
     def _mark(self, slot: int, endpoint: _Endpoint) -> None:
         if endpoint.noted_at_s < endpoint.marked_at_s + _BETWEEN_MARKS_S:
@@ -281,7 +279,7 @@ class Calibration:
     def _endpoint(self, slot: int) -> _Endpoint:
         endpoint = self._endpoints.get(slot)
         if endpoint is None:
-            endpoint = self._endpoints[slot] = _Endpoint.new()
+            endpoint = self._endpoints[slot] = _Endpoint()
         return endpoint
 
     def _apply(self, slot: int, endpoint: _Endpoint) -> None:

@@ -32,7 +32,7 @@ def ready(view: View) -> Mask | None:
     all there is.
     """
     state, slots = view.state, view.slots
-    takes: Mask = (state.state[slots] == _READY) & state.routable[slots]
+    takes: Mask = (state.states_of(slots) == _READY) & state.routable_of(slots)
     if np.count_nonzero(takes) == len(takes):  # the usual case; it counts in a tenth of the time of all()
         return None
     in_part = _in_part(view)
@@ -45,8 +45,8 @@ def ready(view: View) -> Mask | None:
 
 def _in_part(view: View) -> Mask:
     """Takes a share of the requests."""
-    states = view.state.state[view.slots]
-    some: Mask = ((states == _WARMING) | (states == _DEGRADED)) & view.state.routable[view.slots]
+    states = view.state.states_of(view.slots)
+    some: Mask = ((states == _WARMING) | (states == _DEGRADED)) & view.state.routable_of(view.slots)
     return some
 
 
@@ -79,14 +79,14 @@ def context(view: View) -> Mask:
     The estimate is ours, the verdict the engine's: when no window is large enough the largest stay, and the engine
     answers with its exact count.
     """
-    window = view.state.context_tokens[view.slots]
+    window = view.state.windows_of(view.slots)
     fits: Mask = window >= view.request.input_tokens
     return fits if fits.any() else window == window.max()
 
 
 def exceeds_context(view: View) -> bool:
     """By our estimate the request fits none of the candidates' windows."""
-    return bool(view.state.context_tokens[view.slots].max() < view.request.input_tokens)
+    return bool(view.state.windows_of(view.slots).max() < view.request.input_tokens)
 
 
 def busy(view: View) -> Mask | None:
@@ -113,7 +113,7 @@ STANDING: tuple[tuple[str, Filter], ...] = (("ready", ready), ("model", model))
 """Filters that look at the fleet and the model alone; they come first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, eq=False)
 class Standing:
     """Which endpoints of a pool may take requests for a model, as the fleet stands: None for all; and who may not.
 
@@ -124,6 +124,12 @@ class Standing:
     mask: Mask | None
     filtered: Filtered
     window_tokens: float
+
+    def __init__(self, serving: Mask, mask: Mask | None, filtered: Filtered, window_tokens: float) -> None:
+        self.serving = serving
+        self.mask = mask
+        self.filtered = filtered
+        self.window_tokens = window_tokens
 
     def suffices(self, request: InferenceRequest, state: FleetState) -> bool:
         """No other filter has anything to say of such a request. To be kept true for whatever FILTERS has."""
@@ -139,12 +145,12 @@ class Standing:
 class Roll:
     """The first two filters' verdicts on a pool, kept until something changes that they depend on.
 
-    They cost as much as all else that is done to choose, and change a few times a minute. What they depend on is
-    compared as a whole, a few kilobytes at most: it is written by many hands, and none of them has to tell.
+    They cost as much as all else that is done to choose, and change a few times a minute. Who writes what they depend
+    on need not tell: FleetState counts who takes its arrays (`FleetState.standing`).
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[bytes, ...] = ()
+        self._seen = -1
         self._slots: Slots | None = None
         self._addresses: tuple[str | None, ...] = ()
         self._by_model: dict[str, Standing] = {}
@@ -153,9 +159,8 @@ class Roll:
     def standing(self, view: View) -> Standing | None:
         """By the view over the whole pool. None where chance is to decide each time, as for those that warm up."""
         state, name = view.state, view.request.model
-        seen = state.state.tobytes(), state.routable.tobytes(), state.context_tokens.tobytes()
-        if view.slots is not self._slots or state.addresses is not self._addresses or seen != self._seen:
-            self._slots, self._addresses, self._seen = view.slots, state.addresses, seen
+        if view.slots is not self._slots or state.addresses is not self._addresses or state.standing != self._seen:
+            self._slots, self._addresses, self._seen = view.slots, state.addresses, state.standing
             self._by_chance = bool(_in_part(view).any())
             self._by_model.clear()
         if self._by_chance:
@@ -169,7 +174,7 @@ class Roll:
 def _standing(view: View) -> Standing:
     there, filtered = sift(view, STANDING)
     mask = None if there is view else np.isin(view.slots, there.slots)
-    window = view.state.context_tokens[there.slots].min(initial=np.inf)
+    window = view.state.windows_of(there.slots).min(initial=np.inf)
     return Standing(view.state.serving(view.request.model), mask, filtered, float(window))
 
 

@@ -23,28 +23,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.placement.profiles import Profile
-from policies.types import FewSlots, Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
+from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
 
-_GENERATE = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
-_RATE_MEMORY_S = 30.0
+_GENERATE: Final = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.MESSAGE})
+_RATE_MEMORY_S: Final = 30.0
 """Seconds of prefilling after which an observation counts 1/e."""
-_PRIOR_S = 2.0
+_PRIOR_S: Final = 2.0
 """The profile's rate counts as much as this many seconds of observation."""
-_OUTPUT_MEMORY = 0.999
+_OUTPUT_MEMORY: Final = 0.999
 """Of each finished request's weight, what is left after the next: about the last thousand count."""
-_PRIOR_REQUESTS = 20.0
+_PRIOR_REQUESTS: Final = 20.0
 """The profile's answer length counts as much as this many requests."""
-_SHORTEST_S = 1e-4
-_MOST_TIMES_PRIOR = 20.0
+_SHORTEST_S: Final = 1e-4
+_MOST_TIMES_PRIOR: Final = 20.0
 """An observed rate further than this factor from the profile's is a misreading, not a rate."""
 
-_DECODE_STEP = 0.2
+_DECODE_STEP: Final = 0.2
 """A slower answer takes the decode rate down by 0.9 of this, a faster one up by 0.1 of it, in its logarithm."""
-_SLOW_SHARE = 0.1
+_SLOW_SHARE: Final = 0.1
 """Of answers that are written more slowly than the decode rate."""
 _FEWEST_TIMED = 8
 """Tokens after the first: fewer, and the pace is that of the network."""
@@ -55,12 +57,44 @@ _SLOWEST, _FASTEST = 1e-2, 1e6
 """Tokens per second between which any answer is written."""
 
 
+class Prices:
+    """A profile's figures as plain attributes, which compiled code reads in a fiftieth of the time. They never change.
+
+    `work` is the profile's, of floats alone.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.prefill_tokens_per_s: float = profile.prefill_tokens_per_s
+        self.attention_per_token: float = profile.attention_per_token
+        self.request_tokens: float = profile.request_tokens
+        self.sequence_s: float = profile.sequence_s
+        self.kv_token_s: float = profile.kv_token_s
+        self.most_running: float = float(profile.max_num_seqs)
+
+    def work(self, prompt_tokens: float, uncached_tokens: float) -> float:
+        """In the same steps, so to the last bit."""
+        last_token = 1.0 + self.attention_per_token * prompt_tokens
+        return uncached_tokens * (last_token - 0.5 * self.attention_per_token * uncached_tokens) + self.request_tokens
+
+
+class Pace:
+    """How fast one endpoint prefills, when its backlog will be done, and how long that takes at most.
+
+    Written by the Ledger alone.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.done_at_s = 0.0
+        self.longest_s = 0.0
+
+
 class Ledger:
     """Work by endpoint slot; columns grow with the highest slot seen. `misreadings`: observed rates not believed.
 
     Figures stand in lists: of an array one takes five times as long to read, and comes as numpy's float, which is slow
-    too. For policies that weigh many endpoints at once, rates and waits stand in an array as well, brought up to date
-    when it is read.
+    too. What every decision reads is the attributes of a Pace, which compiled code reads sooner still; for who weighs
+    many endpoints by arrays it stands in one as well, brought up to date when it is read.
     """
 
     def __init__(self, profile: Profile | None = None) -> None:
@@ -69,12 +103,12 @@ class Ledger:
         self.output_tokens_sum = 0.0
         self._decode_rate: float | None = None
         self._size = 0
-        self.pending = self.pending_tokens = np.zeros(0)
-        self._pending = self._pending_tokens = one_by_one(self.pending)
-        self._rate: list[float] = []  # work per second
-        self._done_at_s: list[float] = []  # when the backlog will be
-        self._longest_s: list[float] = []  # and how long that takes at most
-        self._pace = np.zeros((3, 0))  # these three by row, for whoever weighs many endpoints
+        self.pending: npt.NDArray[np.float64] = np.zeros(0)
+        self.pending_tokens: npt.NDArray[np.float64] = np.zeros(0)
+        self._pending: Any = one_by_one(self.pending)
+        self._pending_tokens: Any = one_by_one(self.pending_tokens)
+        self._paces: list[Pace] = []
+        self._pace: npt.NDArray[np.float64] = np.zeros((3, 0))  # the same by row
         self._stirred: set[int] = set()  # slots of which other figures stand there
         self.pending_work: list[float] = []
         self.bucket: list[float] = []
@@ -82,7 +116,10 @@ class Ledger:
         self.rate_work: list[float] = []
         self.rate_time_s: list[float] = []
         self.since_s: list[float] = []
+        self.expected_output_tokens = 0.0
+        """Mean length of an answer."""
         self._profile = profile or Profile()
+        self.prices = Prices(self._profile)
         self._expect_answers()
         self._grow(16)
 
@@ -95,7 +132,7 @@ class Ledger:
     def profile(self, profile: Profile) -> None:
         if profile == self._profile:
             return
-        self._profile = profile
+        self._profile, self.prices = profile, Prices(profile)
         self._expect_answers()
         for slot in range(self._size):
             self._show(slot)
@@ -106,7 +143,7 @@ class Ledger:
         """A request was placed."""
         slot = reservation.slot
         self._reach(slot)
-        work = self._profile.work(reservation.prompt_tokens, reservation.uncached_tokens)
+        work = self.prices.work(float(reservation.prompt_tokens), float(reservation.uncached_tokens))
         backlog = self._backlog(slot, now_s)
         if not self._pending[slot]:
             self.since_s[slot] = now_s
@@ -169,22 +206,20 @@ class Ledger:
 
     def prefill(self, slots: Slots, now_s: float) -> tuple[Floats, Floats]:
         """Prefill work per second, and after how many seconds of it a new request has its turn, both of shape (n,)."""
-        self._show_all(slots)
-        pace = self._pace.take(slots, 1)  # to unpack the rows takes five times as long as to index them
+        pace = self.paces_of(slots)  # to unpack the rows takes five times as long as to index them
         wait_s: Floats = np.minimum(np.maximum(pace[1] - now_s, 0.0), pace[2])
         return pace[0], wait_s
 
-    def prefill_of_few(self, few: FewSlots, now_s: float) -> tuple[Sequence[float], Sequence[float]]:
-        """The same of a few."""
-        self._reach(few.listed[-1])
-        pick = few.pick
-        waits = zip(pick(self._done_at_s), pick(self._longest_s), strict=True)
-        return pick(self._rate), [  # as above; where nothing is pending, as at most endpoints, in one look
-            longest_s if longest_s <= 0.0
-            else 0.0 if done_at_s <= now_s
-            else min(done_at_s - now_s, longest_s)
-            for done_at_s, longest_s in waits
-        ]  # fmt: skip
+    def paces(self, slot: int) -> list[Pace]:
+        """The same by slot, at least up to this one; done when is for the reader to compare with the time."""
+        self._reach(slot)
+        return self._paces
+
+    def paces_of(self, slots: Slots) -> Floats:
+        """The three figures of a Pace by row, shape (3, n), as they are now."""
+        self._show_all(slots)
+        pace: Floats = self._pace.take(slots, 1)
+        return pace
 
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
@@ -212,8 +247,8 @@ class Ledger:
         """How long its answer will be, as far as the request allows it; none where nothing is generated."""
         if request.kind not in _GENERATE:
             return 0.0
-        expected = self.expected_output_tokens
-        return expected if request.max_tokens is None else min(expected, float(request.max_tokens))
+        expected, most = self.expected_output_tokens, request.max_tokens
+        return expected if most is None else min(expected, float(most))
 
     def answers_tokens(self, requests: Sequence[InferenceRequest]) -> Floats:
         """The same of w requests at once, shape (w, 1)."""
@@ -239,20 +274,19 @@ class Ledger:
     def _expect_answers(self) -> None:
         prior_tokens = _PRIOR_REQUESTS * self._profile.output_tokens
         self.expected_output_tokens = (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
-        """Mean length of an answer."""
 
     def _with_prior(self, work: float, time_s: float) -> float:
         """The rate that was observed, pulled towards the profile's."""
-        return (work + _PRIOR_S * self._profile.prefill_tokens_per_s) / (time_s + _PRIOR_S)
+        return (work + _PRIOR_S * self.prices.prefill_tokens_per_s) / (time_s + _PRIOR_S)
 
     def _show(self, slot: int) -> None:
         """Another rate may have been learned."""
-        self._rate[slot] = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
+        self._paces[slot].rate = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
         self._fill(slot, self.bucket[slot], self.bucket_at_s[slot])
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
         time_s = max(time_s, _SHORTEST_S)
-        prior = self.profile.prefill_tokens_per_s
+        prior = self.prices.prefill_tokens_per_s
         if not prior / _MOST_TIMES_PRIOR <= work / time_s <= prior * _MOST_TIMES_PRIOR:
             self.misreadings += 1
             return
@@ -263,7 +297,7 @@ class Ledger:
 
     def _expected_ttft_s(self, reservation: Reservation) -> float:
         slot = reservation.slot
-        return (reservation.backlog + reservation.work) / self._rate[slot]
+        return (reservation.backlog + reservation.work) / self._paces[slot].rate
 
     def _follow(self, pace: float, step: float) -> None:
         """Move the decode rate one step towards being what nine in ten exceed."""
@@ -284,23 +318,25 @@ class Ledger:
 
     def _backlog(self, slot: int, now_s: float) -> float:
         """What is left in the bucket by now."""
-        left = self.bucket[slot] - self._rate[slot] * (now_s - self.bucket_at_s[slot])
+        left = self.bucket[slot] - self._paces[slot].rate * (now_s - self.bucket_at_s[slot])
         return min(max(left, 0.0), self.pending_work[slot])
 
     def _fill(self, slot: int, work: float, at_s: float) -> None:
         """The bucket leaks from its time on, and is never above what is pending: in seconds, for `prefill`."""
-        rate = self._rate[slot]
+        pace = self._paces[slot]
         self.bucket[slot], self.bucket_at_s[slot] = work, at_s
-        self._done_at_s[slot], self._longest_s[slot] = at_s + work / rate, self.pending_work[slot] / rate
+        pace.done_at_s, pace.longest_s = at_s + work / pace.rate, self.pending_work[slot] / pace.rate
         self._stirred.add(slot)
 
     def _show_all(self, slots: Slots) -> None:
         if len(slots):
             self._reach(slots.item(-1))
+        if not self._stirred:
+            return
         rate, done_at_s, longest_s = self._pace_by_slot
         for slot in self._stirred:
-            rate[slot], done_at_s[slot] = self._rate[slot], self._done_at_s[slot]
-            longest_s[slot] = self._longest_s[slot]
+            pace = self._paces[slot]
+            rate[slot], done_at_s[slot], longest_s[slot] = pace.rate, pace.done_at_s, pace.longest_s
         self._stirred.clear()
 
     def _reach(self, slot: int) -> None:
@@ -312,12 +348,12 @@ class Ledger:
         self.pending, self.pending_tokens = np.pad(self.pending, (0, more)), np.pad(self.pending_tokens, (0, more))
         self._pending, self._pending_tokens = one_by_one(self.pending), one_by_one(self.pending_tokens)
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
-        self._pace_by_slot = [one_by_one(row) for row in self._pace]
+        self._pace_by_slot: list[Any] = [one_by_one(row) for row in self._pace]
         for column in (
-            self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s,
-            self._rate, self._done_at_s, self._longest_s,
+            self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s
         ):  # fmt: skip
             column.extend([0.0] * more)
+        self._paces += [Pace() for _ in range(more)]
         self._size = size
         for slot in range(first, size):
             self._show(slot)

@@ -29,92 +29,82 @@ conditions, missing dimensions), at a call for each term and endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from math import exp, inf
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
-import msgspec
 import numpy as np
-from annotated_types import Ge, Gt, Le
 
-from policies.placement.pickers import max_of_few, max_score
-from policies.placement.policy import PolicySpec, Scored, ranking
+from policies.placement.marginal_spec import MarginalCostSpec
+from policies.placement.pickers import Score, max_of_few, max_score
+from policies.placement.policy import Scored, ranking
+from policies.placement.prefix_index import Room
 from policies.placement.profiles import Profile
 from policies.placement.view import View
 from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking
 
-_HELD_SHARE = 0.5
+_HELD_SHARE: Final = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
-_NEARLY_MOST = 0.9
+_NEARLY_MOST: Final = 0.9
 """Endpoints that hold this much of what the best one holds are holders as well."""
-_SPILL_FACTOR, _SPILL_REQUESTS = 1.5, 4.0
+_SPILL_FACTOR: Final = 1.5
+_SPILL_REQUESTS: Final = 4.0
 """A holder above so many times the mean load, and so many requests, has no band: a hot prefix spreads."""
-_FAR_S = 1e300
+_FAR_S: Final = 1e300
 """Beyond any cost of a holder."""
-_LEVEL_S = 1e-9
+_LEVEL_S: Final = 1e-9
 """Costs closer than this differ by rounding alone."""
-
-Weight = Annotated[float, Ge(0), Le(1e6)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MarginalCostSpec(PolicySpec):
-    """Weights of the terms; a weight of 0 leaves a term out. Seconds where the name says so."""
-
-    kind: Literal["marginal_cost"] = "marginal_cost"
-    stall_weight: Weight = 0.1
-    decode_weight: Weight = 0.6
-    eviction_weight: Weight = 3.0
-    eviction_fade_s: Annotated[float, Gt(0), Le(1e6)] = 120.0
-    overflow_s: Weight = 10.0
-    affinity_band_s: Weight = 3.0
-
-    def build(self, name: str) -> MarginalCost:
-        """The policy."""
-        return MarginalCost(self, name)
-
 
 Each: TypeAlias = float | Floats
 """A figure of one request; or of w requests, shape (w, 1)."""
-_Column = TypeVar("_Column", Floats, Sequence[float])
-"""One figure per candidate."""
 
 
-class _Asks(msgspec.Struct, Generic[_Column]):
+class _Asks:
     """What is asked for: by one request, its figures and (n,) matched tokens, or by w at once, (w, 1) and (w, n).
 
     `shortest_prompt`, `longest_prompt`, `longest_answer`, `most_matched`: of all of them. They tell at once of most
     terms that there is nothing to calculate.
     """
 
-    prompt_tokens: Each
-    answer_tokens: Each
-    matched_tokens: _Column
-    shortest_prompt: float
-    longest_prompt: float
-    longest_answer: float
-    most_matched: float
+    def __init__(
+        self,
+        prompt_tokens: Each,
+        answer_tokens: Each,
+        matched_tokens: Floats,
+        shortest_prompt: float,
+        longest_prompt: float,
+        longest_answer: float,
+        most_matched: float,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.answer_tokens = answer_tokens
+        self.matched_tokens = matched_tokens
+        self.shortest_prompt = shortest_prompt
+        self.longest_prompt = longest_prompt
+        self.longest_answer = longest_answer
+        self.most_matched = most_matched
 
 
-class _Figures(msgspec.Struct, Generic[_Column]):
+class _Figures:
     """What the formula takes of the candidates, as they were when the request was placed.
 
     `running`, `held`: requests on each endpoint and the tokens of their prompts; `in_flight`: ours among them.
     `room`, and for `idle_s` what would be evicted next is idle: None where all that is asked for has room everywhere.
-    `capacity`: None where surely nothing overflows anywhere. Decisions are kept by the thousand, and so are these.
+    `capacity`: None where surely nothing overflows anywhere.
     """
 
-    profile: Profile
-    in_flight: _Column
-    running: _Column
-    held: _Column
-    rate: _Column
-    wait_s: _Column
-    capacity: _Column | None
-    room: _Column | None
-    idle_s: _Column | None
+    def __init__(
+        self, profile: Profile, in_flight: Floats, running: Floats, held: Floats, rate: Floats, wait_s: Floats
+    ) -> None:
+        self.profile = profile
+        self.in_flight = in_flight
+        self.running = running
+        self.held = held
+        self.rate = rate
+        self.wait_s = wait_s
+        self.capacity: Floats | None = None
+        self.room: Floats | None = None
+        self.idle_s: Floats | None = None
 
 
 class MarginalCost:
@@ -122,15 +112,24 @@ class MarginalCost:
 
     def __init__(self, spec: MarginalCostSpec | None = None, name: str = "marginal_cost") -> None:
         self.name = name
-        self._spec = spec or MarginalCostSpec()
+        spec = spec or MarginalCostSpec()
+        self.stall_weight: float = spec.stall_weight
+        self.decode_weight: float = spec.decode_weight
+        self.eviction_weight: float = spec.eviction_weight
+        self.eviction_fade_s: float = spec.eviction_fade_s
+        self.overflow_s: float = spec.overflow_s
+        self.affinity_band_s: float = spec.affinity_band_s
+        self._scores: list[Score] = []
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
         few = view.few
         if few is not None:
             return self._rank_few(view, few, length)
-        asks = _asked(view, view.matched_tokens, _greatest(view.matched_tokens))
-        scores, parts = self._scored(asks, _figures(view, asks))
+        prompt, answer = float(view.request.input_tokens), view.ledger.answer_tokens(view.request)
+        matched = view.matched_tokens
+        asks = _Asks(prompt, answer, matched, prompt, prompt, answer, _greatest(matched))
+        scores, parts = self.scored(asks, _figures(view, asks))
         return ranking(view, scores, parts, max_score(scores, length, view.rng))
 
     def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
@@ -138,8 +137,15 @@ class MarginalCost:
         prompts = np.array([request.input_tokens for request in requests], np.float64)[:, None]
         answers = view.ledger.answers_tokens(requests)
         most_matched = matched_tokens.max(axis=1, keepdims=True)
-        extremes = prompts.min(), prompts.max(), answers.max(), most_matched.max()
-        asks = _Asks(prompts, answers, matched_tokens, *map(float, extremes))
+        asks = _Asks(
+            prompts,
+            answers,
+            matched_tokens,
+            float(prompts.min()),
+            float(prompts.max()),
+            float(answers.max()),
+            float(most_matched.max()),
+        )
         figures = _figures(view, asks)
         cost, _ = self._cost(asks, figures)
         of_holders = np.where(most_matched > _HELD_SHARE * prompts, most_matched, np.inf)
@@ -150,7 +156,7 @@ class MarginalCost:
 
     # -- over arrays: many candidates, many requests, and explanations
 
-    def _scored(self, asks: _Asks[Floats], figures: _Figures[Floats]) -> Scored:
+    def scored(self, asks: _Asks, figures: _Figures) -> Scored:
         """Scores and parts for one request."""
         cost, parts = self._cost(asks, figures)
         if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
@@ -158,15 +164,15 @@ class MarginalCost:
             cost = cost + parts["band"]
         return -cost, parts
 
-    def _cost(self, asks: _Asks[Floats], figures: _Figures[Floats]) -> tuple[Floats, dict[str, Floats]]:
+    def _cost(self, asks: _Asks, figures: _Figures) -> tuple[Floats, dict[str, Floats]]:
         """The cost without the band and its terms, in seconds, of the shape of `matched_tokens`."""
-        spec, profile, answer = self._spec, figures.profile, asks.answer_tokens
+        profile, answer = figures.profile, asks.answer_tokens
         uncached, running = _uncached(asks), figures.running
         prefill_s = profile.work(asks.prompt_tokens, uncached) / figures.rate
         parts = {
             "own": figures.wait_s + prefill_s,
-            "stall": spec.stall_weight * running * prefill_s,
-            "decode": (spec.decode_weight * answer)
+            "stall": self.stall_weight * running * prefill_s,
+            "decode": (self.decode_weight * answer)
             * (profile.sequence_s * running + profile.kv_token_s * figures.held),
         }
         cost: Floats = parts["own"] + parts["stall"] + parts["decode"]
@@ -181,16 +187,16 @@ class MarginalCost:
 
     def _eviction(self, uncached: Each, rate: Floats, room: Floats, idle_s: Floats) -> Floats:
         # nothing idle, nothing lost: what is in use is not evicted, and overflow counts what does not fit
-        spec, fade = self._spec, np.exp(-idle_s / self._spec.eviction_fade_s)
-        lost: Floats = np.where(uncached > room, spec.eviction_weight * uncached / rate * fade, 0.0)
+        fade = np.exp(-idle_s / self.eviction_fade_s)
+        lost: Floats = np.where(uncached > room, self.eviction_weight * uncached / rate * fade, 0.0)
         return lost
 
-    def _overflow(self, figures: _Figures[Floats], capacity: Floats, tokens: Each, answer: Each) -> Floats:
+    def _overflow(self, figures: _Figures, capacity: Floats, tokens: Each, answer: Each) -> Floats:
         """Excess over the KV cache or the batch, each as a share of its size, in the spec's seconds per whole size."""
         running, most = figures.running, figures.profile.max_num_seqs
         memory = (figures.held + 0.5 * answer * running + tokens - capacity) / capacity
         places = (running + (1 - most)) / most
-        excess: Floats = self._spec.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
+        excess: Floats = self.overflow_s * np.maximum(np.maximum(memory, places), 0.0)
         return excess
 
     def _band(self, load: Floats, matched: Floats, most: Each, cost: Floats) -> Floats:
@@ -204,134 +210,179 @@ class MarginalCost:
         banded: Mask = of_holders <= _least(of_holders) + _LEVEL_S
         banded &= load <= _SPILL_FACTOR * (np.add.reduce(load) / len(load)) + _SPILL_REQUESTS
         band = np.zeros(cost.shape)
-        band[banded & ~less] = -self._spec.affinity_band_s
+        band[banded & ~less] = -self.affinity_band_s
         return band
 
     # -- the same over floats: one request and few candidates
 
     def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
-        matched = view.matched_of_few
-        asks = _asked(view, matched, max(matched))
-        figures = _figures_of_few(view, few, asks)
-        scores = self._scores_of_few(asks, figures)
-        if asks.most_matched > _HELD_SHARE * asks.longest_prompt:
-            self._add_band(figures.in_flight, matched, asks.most_matched, scores)
-        positions = max_of_few(scores[:], length, view.rng)
-        first, listed = positions[0], few.listed
-        order = [listed[position] for position in positions]
-        return Ranking(order, view.slots, first, scores[first], partial(self._explained, asks, figures))
+        matched, prompt = view.matched_of_few, float(view.request.input_tokens)
+        answer, most_matched = view.ledger.answer_tokens(view.request), view.most_matched
+        working = _Working(self, view, matched, prompt, answer, most_matched)
+        enough = _NEARLY_MOST * most_matched if most_matched > _HELD_SHARE * prompt else inf
+        holders: list[int] = []
+        scores = self._scores_of_few(working, view, few, enough, holders)
+        if holders:
+            self._add_band(view, few, holders, scores)
+        positions = max_of_few(scores, length, view.rng)
+        order = [few.listed[position] for position in positions]
+        return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
 
-    def _explained(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> Scored:
-        """The same scores again, and their parts."""
-        return self._scored(_as_arrays(asks), _as_arrays(figures))
-
-    def _scores_of_few(self, asks: _Asks[Sequence[float]], figures: _Figures[Sequence[float]]) -> list[float]:
-        """As `_cost`, but below zero."""
-        profile, prompt, answer = figures.profile, asks.longest_prompt, asks.longest_answer
-        stall, decode = self._spec.stall_weight, self._spec.decode_weight * answer
-        sequence_s, kv_token_s = profile.sequence_s, profile.kv_token_s
-        work = profile.work
-        whole = work(prompt, prompt)
-        columns = zip(
-            asks.matched_tokens, figures.rate, figures.wait_s, figures.running, figures.held, strict=True
-        )  # fmt: skip
-        scores = [
-            -(wait_s + prefill_s + stall * running * prefill_s + decode * (sequence_s * running + kv_token_s * held))
-            for matched, rate, wait_s, running, held in columns
-            for prefill_s in [(work(prompt, max(prompt - matched, 0.0)) if matched else whole) / rate]
-        ]
-        if figures.room is not None and figures.idle_s is not None:
-            lost = zip(asks.matched_tokens, figures.rate, figures.room, figures.idle_s, strict=True)
-            self._add_eviction(prompt, lost, scores)
-        if figures.capacity is not None:
-            load = zip(figures.held, figures.running, figures.capacity, strict=True)
-            self._add_overflow(prompt + answer, answer, profile.max_num_seqs, load, scores)
+    def _scores_of_few(
+        self, working: _Working, view: View, few: FewSlots, enough: float, holders: list[int]
+    ) -> list[Score]:
+        """As `_cost`, but below zero. Positions of who holds `enough` go into `holders`."""
+        prompt, answer, now_s, stall = working.prompt, working.answer, view.now_s, self.stall_weight
+        prices, anybody_holds = view.ledger.prices, working.most_matched > 0.0
+        sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
+        whole, decode, asked = prices.work(prompt, prompt), self.decode_weight * answer, prompt + answer
+        matched_of, listed, first, neighbours = working.matched, few.listed, few.begin, few.end > 0
+        loads, paces, rooms = view.state.loads(), view.ledger.paces(listed[-1]), view.index.rooms(listed[-1])
+        others = view.state.has_foreign
+        if others:
+            working.running, working.held = _others(view)
+        scores = self._room_for(len(listed))
+        for position, score in enumerate(scores):
+            slot = first + position if neighbours else listed[position]
+            load, pace = loads[slot], paces[slot]
+            running, held, rate, wait_s = load.in_flight, load.prompt_tokens, pace.rate, pace.longest_s
+            if others:
+                running, held = float(working.running[position]), float(working.held[position])
+            if wait_s > 0.0:  # as Ledger.prefill; where nothing is pending, as at most endpoints, in one look
+                wait_s = min(max(pace.done_at_s - now_s, 0.0), wait_s)
+            uncached, work = prompt, whole
+            if anybody_holds:
+                matched = matched_of[position]
+                if matched:
+                    uncached = max(prompt - matched, 0.0)
+                    work = prices.work(prompt, uncached)
+                    if matched >= enough:
+                        holders.append(position)
+            prefill_s = work / rate
+            load_s = sequence_s * running + kv_token_s * held
+            value = -(wait_s + prefill_s + stall * running * prefill_s + decode * load_s)
+            if uncached > rooms[slot].tokens:
+                value -= self._loss(working, view, uncached, rate, rooms[slot])
+            tokens = held + 0.5 * answer * running + asked
+            if tokens > load.kv_capacity_tokens or running > most_running - 1.0:
+                working.overflows = True
+                memory = (tokens - load.kv_capacity_tokens) / load.kv_capacity_tokens
+                excess = max(memory, (running + (1.0 - most_running)) / most_running)  # of three it would be a call
+                value -= self.overflow_s * max(excess, 0.0)
+            score.value = value
+        working.remember(view)
         return scores
 
-    def _add_eviction(self, prompt: float, lost: Iterable[tuple[float, ...]], scores: list[float]) -> None:
-        weight, fade_s = self._spec.eviction_weight, self._spec.eviction_fade_s
-        for position, (matched, rate, room, idle_s) in enumerate(lost):
-            uncached = max(prompt - matched, 0.0) if matched else prompt
-            if uncached > room:
-                scores[position] -= weight * uncached / rate * exp(-idle_s / fade_s)
+    def _room_for(self, count: int) -> list[Score]:
+        """So many of the scores that are kept to be written anew each time."""
+        while len(self._scores) < count:
+            self._scores.append(Score(0.0))
+        return self._scores[:count] if count < len(self._scores) else self._scores
 
-    def _add_overflow(
-        self, tokens: float, answer: float, most: int, load: Iterable[tuple[float, ...]], scores: list[float]
-    ) -> None:
-        for position, (held, running, capacity) in enumerate(load):
-            memory = (held + 0.5 * answer * running + tokens - capacity) / capacity
-            scores[position] -= self._spec.overflow_s * max(memory, (running + (1 - most)) / most, 0.0)
+    def _loss(self, working: _Working, view: View, uncached: float, rate: float, room: Room) -> float:
+        """By eviction, at one endpoint."""
+        if not working.evicts:
+            working.evicts = True
+            view.index.settle()
+        idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
+        return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(self, load: Sequence[float], matched: Sequence[float], most: float, scores: list[float]) -> None:
-        enough = _NEARLY_MOST * most
-        holders = [position for position, tokens in enumerate(matched) if tokens >= enough]
-        level = max([scores[position] for position in holders]) - _LEVEL_S
-        usual = _SPILL_FACTOR * (sum(load) / len(load)) + _SPILL_REQUESTS
+    def _add_band(self, view: View, few: FewSlots, holders: list[int], scores: list[Score]) -> None:
+        loads, listed, level, total = view.state.loads(), few.listed, -inf, 0.0
+        for slot in listed:
+            total += loads[slot].in_flight
+        usual = _SPILL_FACTOR * (total / len(listed)) + _SPILL_REQUESTS
         for position in holders:
-            if scores[position] >= level and load[position] <= usual:
-                scores[position] += self._spec.affinity_band_s
+            level = max(level, scores[position].value)
+        level -= _LEVEL_S
+        for position in holders:
+            score = scores[position]
+            if score.value >= level and loads[listed[position]].in_flight <= usual:
+                score.value += self.affinity_band_s
 
 
-def _as_arrays(of_few: Any) -> Any:  # noqa: ANN401 - either struct, with arrays for its lists
-    fields = msgspec.structs.astuple(of_few)
-    return type(of_few)(*[np.array(field) if isinstance(field, list | tuple) else field for field in fields])
+class _Working:
+    """How a loop came to its costs: called, it tells by arrays the same scores again, and their parts.
+
+    Decisions are kept by the thousand, and so are these: the figures as they were, never to change. `running`, `held`:
+    only where they are not just ours. `evicts`, `overflows`: something was calculated of these terms.
+    """
+
+    def __init__(
+        self,
+        policy: MarginalCost,
+        view: View,
+        matched: list[float],
+        prompt: float,
+        answer: float,
+        most_matched: float,
+    ) -> None:
+        self.policy = policy
+        self.profile = view.ledger.profile
+        self.prompt = prompt
+        self.answer = answer
+        self.matched = matched
+        self.most_matched = most_matched
+        self.now_s = view.now_s
+        self.evicts = False
+        self.overflows = False
+        self.load = _NONE
+        self.pace = _NONE
+        self.running = _NONE
+        self.held = _NONE
+        self.room = _NONE
+        self.oldest_at_s = _NONE
+
+    def remember(self, view: View) -> None:
+        """The figures of this moment."""
+        self.load, self.pace = view.load, view.ledger.paces_of(view.slots)
+        if self.evicts:
+            self.room, self.oldest_at_s = view.index.room_tokens(view.slots), view.index.oldest_at_s(view.slots)
+
+    def __call__(self) -> Scored:
+        matched, prompt, answer = np.array(self.matched), self.prompt, self.answer
+        in_flight, held, capacity = self.load
+        rate, done_at_s, longest_s = self.pace
+        wait_s = np.minimum(np.maximum(done_at_s - self.now_s, 0.0), longest_s)
+        figures = _Figures(self.profile, in_flight, in_flight, held, rate, wait_s)
+        if self.running is not _NONE:
+            figures.running, figures.held = self.running, self.held
+        if self.evicts:
+            figures.room, figures.idle_s = self.room, _idle_s(self.oldest_at_s, self.now_s)
+        if self.overflows:
+            figures.capacity = capacity
+        return self.policy.scored(_Asks(prompt, answer, matched, prompt, prompt, answer, self.most_matched), figures)
 
 
-def _asked(view: View, matched: _Column, most_matched: float) -> _Asks[_Column]:
-    """By one request."""
-    prompt, answer = float(view.request.input_tokens), view.ledger.answer_tokens(view.request)
-    return _Asks(prompt, answer, matched, prompt, prompt, answer, most_matched)
+_NONE: Final[Floats] = np.empty(0)
 
 
-def _uncached(asks: _Asks[Floats]) -> Each:
+def _uncached(asks: _Asks) -> Each:
     if not asks.most_matched:
         return asks.prompt_tokens
     missing = asks.prompt_tokens - asks.matched_tokens
     return missing if asks.most_matched <= asks.shortest_prompt else np.maximum(missing, 0.0)
 
 
-def _figures(view: View, asks: _Asks[Floats]) -> _Figures[Floats]:
+def _figures(view: View, asks: _Asks) -> _Figures:
     profile, capacity = view.ledger.profile, view.kv_capacity
     running, held = _others(view)
     rate, wait_s = view.ledger.prefill(view.slots, view.now_s)
-    figures: _Figures[Floats] = _Figures(profile, view.in_flight, running, held, rate, wait_s, None, None, None)
+    figures = _Figures(profile, view.in_flight, running, held, rate, wait_s)
     room = view.index.room_tokens(view.slots)
     if asks.longest_prompt > _least_of(room):
-        figures.room, figures.idle_s = room, _idle_s(view)
-    if _may_overflow(asks, profile, _greatest(running), _greatest(held), _least_of(capacity)):
+        figures.room, figures.idle_s = room, _idle_s(view.index.oldest_at_s(view.slots), view.now_s)
+    # by the greatest figures, whosever they are: otherwise surely nothing overflows anywhere
+    most_running, answer = _greatest(running), asks.longest_answer
+    tokens = _greatest(held) + 0.5 * answer * most_running + asks.longest_prompt + answer
+    if tokens > _least_of(capacity) or most_running > profile.max_num_seqs - 1:
         figures.capacity = capacity
     return figures
 
 
-def _figures_of_few(view: View, few: FewSlots, asks: _Asks[Sequence[float]]) -> _Figures[Sequence[float]]:
-    profile, now_s = view.ledger.profile, view.now_s
-    in_flight, held, capacity, foreign = view.state.load_of_few(few)
-    running = in_flight
-    if any(foreign):
-        running, held = [column.tolist() for column in _others(view)]
-    rate, wait_s = view.ledger.prefill_of_few(few, now_s)
-    figures: _Figures[Sequence[float]] = _Figures(profile, in_flight, running, held, rate, wait_s, None, None, None)
-    room = view.index.room_of_few(few)
-    if asks.longest_prompt > min(room):
-        oldest_at_s = view.index.oldest_of_few(few)
-        figures.room, figures.idle_s = room, [max(now_s - at_s, 0.0) if at_s < inf else inf for at_s in oldest_at_s]
-    if _may_overflow(asks, profile, max(running), max(held), min(capacity)):
-        figures.capacity = capacity
-    return figures
-
-
-def _idle_s(view: View) -> Floats:
+def _idle_s(since_s: Floats, now_s: float) -> Floats:
     """How long what would be evicted next is idle; endless where nothing is."""
-    since_s = view.index.oldest_at_s(view.slots)
-    return np.where(np.isinf(since_s), np.inf, np.maximum(view.now_s - since_s, 0.0))
-
-
-def _may_overflow(
-    asks: _Asks[_Column], profile: Profile, most_running: float, most_held: float, least_capacity: float
-) -> bool:
-    """By the greatest figures, whosever they are: False where surely nothing overflows anywhere."""
-    tokens = most_held + 0.5 * asks.longest_answer * most_running + asks.longest_prompt + asks.longest_answer
-    return tokens > least_capacity or most_running > profile.max_num_seqs - 1
+    return np.where(np.isinf(since_s), np.inf, np.maximum(now_s - since_s, 0.0))
 
 
 def _least_of(figures: Floats) -> float:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from random import Random
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -42,14 +41,21 @@ _ALWAYS = ("ready", "model", "subset")
 """Filters no policy may leave out."""
 _LAST = ("busy", "zone")
 """The same; these choose among the candidates that all others leave."""
+_ONLY_CANDIDATE: Final = Choice.ONLY_CANDIDATE  # a member is found far sooner by a name of our own
+_NOBODY_HOLDS: Final = Choice.LOAD
+_AFFINITY: Final = Choice.AFFINITY
+_SPILLED: Final = Choice.SPILLED
 _Filters: TypeAlias = list[tuple[str, Filter]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Unplaceable:
     """No candidate is left. `filtered` names, per filter, the addresses it removed."""
 
     filtered: Filtered
+
+    def __init__(self, filtered: Filtered) -> None:
+        self.filtered = filtered
 
     @property
     def last_filter(self) -> str | None:
@@ -75,11 +81,11 @@ class Placement:
         self.ledger = ledger or Ledger()
         self.calibration = Calibration(index)
         self.class_use = ClassUse()
-        self.members = np.empty(0, np.intp)
+        self.members: Slots = np.empty(0, np.intp)
         self._few: FewSlots | None = None  # of these
         self._roll = Roll()
         self.index_tokens: int | None = None
-        self._own_blocks = count(-1, -1)  # no hash is negative
+        self._own_blocks = 0  # named so far, downwards: no hash is negative
         self._for_some: dict[str, tuple[Policy, _Filters]] = {}
         self.use(policy, filters=filters)
 
@@ -117,12 +123,12 @@ class Placement:
 
     def view(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """The pool's endpoints as they are for this request, before any filter."""
-        matched: Floats | list[float]
-        if self._few is not None and request.precise is None:
-            matched = self.index.match_few(request.block_hashes, request.block_tokens, self._few)
-        else:
+        index, ledger, few = self.index, self.ledger, self._few
+        if few is None or request.precise is not None:
             matched = self.matched(request, self.members, state)
-        return View(request, state, self.members, matched, now_s, rng, self.index, self.ledger, self._few)
+            return View(request, state, self.members, matched, now_s, rng, index, ledger, few)
+        matched_of_few, most = index.match_few(request.block_hashes, request.block_tokens, few)
+        return View(request, state, self.members, matched_of_few, now_s, rng, index, ledger, few, most)
 
     def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""
@@ -169,7 +175,7 @@ class Placement:
         return Decision(
             pool=self.pool,
             policy=policy,
-            choice=_choice(matched, first),
+            choice=_choice(view, first),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
             matched_tokens=matched,
@@ -246,14 +252,14 @@ class Placement:
         rest = request.input_tokens - sum(request.block_tokens) + round(self.ledger.answer_tokens(request))
         if rest <= 0:
             return request.block_hashes, request.block_tokens
-        return [*request.block_hashes, next(self._own_blocks)], [*request.block_tokens, rest]
+        self._own_blocks -= 1
+        return [*request.block_hashes, self._own_blocks], [*request.block_tokens, rest]
 
     def _is_crowded(self, slot: int, state: FleetState) -> bool:
         """More is booked on the endpoint than its cache or its batch holds: the last one in has to wait there."""
-        running = state.in_flight.item(slot)
-        answers = 0.5 * self.ledger.expected_output_tokens * running
-        tokens = state.in_flight_prompt_tokens.item(slot) + answers
-        return tokens > state.kv_capacity_tokens.item(slot) or running > self.ledger.profile.max_num_seqs
+        load = state.loads()[slot]
+        tokens = load.prompt_tokens + 0.5 * self.ledger.expected_output_tokens * load.in_flight
+        return tokens > load.kv_capacity_tokens or load.in_flight > self.ledger.prices.most_running
 
     def first_token(self, reservation: Reservation, now_s: float) -> None:
         """The request's first token was seen."""
@@ -313,13 +319,13 @@ def _filters(names: Iterable[str]) -> _Filters:
     return [(name, FILTERS[name]) for name in wanted if name not in dict(STANDING)]
 
 
-def _choice(matched_tokens: Floats | list[float], first: int) -> Choice:
-    if len(matched_tokens) == 1:
-        return Choice.ONLY_CANDIDATE
-    most = max(matched_tokens) if isinstance(matched_tokens, list) else matched_tokens[matched_tokens.argmax()]
+def _choice(view: View, first: int) -> Choice:
+    matched, most = view.matched, view.most_matched
+    if len(matched) == 1:
+        return _ONLY_CANDIDATE
     if not most:
-        return Choice.LOAD
-    return Choice.AFFINITY if matched_tokens[first] == most else Choice.SPILLED
+        return _NOBODY_HOLDS
+    return _AFFINITY if matched[first] == most else _SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:
@@ -330,6 +336,6 @@ def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:
     precise = view.request.precise
     if precise is not None and any(not precise.sees(str(view.state.addresses[slot])) for slot in view.slots.tolist()):
         missing += (Fallback.PREFIX_BLIND,)
-    if view.state.context_tokens.item(first) < view.request.input_tokens and exceeds_context(view):
+    if view.state.window(first) < view.request.input_tokens and exceeds_context(view):
         missing += (Fallback.CONTEXT_ESTIMATE,)
     return missing

@@ -25,24 +25,37 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 from math import inf
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from policies.types import FewSlots, Floats, Slots, one_by_one
+from policies.types import FewSlots, Floats, Slots, highest, one_by_one
+
+_Block: TypeAlias = Any
+"""A block's hash: an int of 64 bits. So named it is never unpacked by compiled code, only to be packed again."""
 
 
 class _Shelf:
     """One endpoint's blocks. `stay` counts how often it was emptied: what was pinned before is not released after."""
 
-    __slots__ = ("capacity_tokens", "held_tokens", "idle", "stay", "tokens", "users")
-
     def __init__(self, capacity_tokens: int) -> None:
-        self.tokens: dict[int, int] = {}  # of every block that is here
-        self.users: dict[int, int] = {}  # of the pinned ones: requests that use it
-        self.idle: OrderedDict[int, float] = OrderedDict()  # of all others: since when, the longest first
+        self.tokens: dict[_Block, int] = {}  # of every block that is here
+        self.users: dict[_Block, int] = {}  # of the pinned ones: requests that use it
+        self.idle: OrderedDict[_Block, float] = OrderedDict()  # of all others: since when, the longest first
         self.capacity_tokens = capacity_tokens
         self.held_tokens = 0
         self.stay = 0
+
+
+class Room:
+    """Of one endpoint the tokens that fit before something is evicted; since when what would be is idle, else endless.
+
+    Written by the PrefixIndex alone.
+    """
+
+    def __init__(self, tokens: float) -> None:
+        self.tokens = tokens
+        self.oldest_at_s = inf
 
 
 class PrefixIndex:
@@ -51,10 +64,10 @@ class PrefixIndex:
     def __init__(self, default_capacity_tokens: int) -> None:
         self.default_capacity_tokens = default_capacity_tokens
         self._shelves: dict[int, _Shelf] = {}
-        self._holders: dict[int, int] = {}
-        # the shelves' figures by slot: lists for policies that weigh a few endpoints, arrays for those that weigh many
-        self._room_tokens: list[float] = []
-        self._oldest_at_s: list[float] = []
+        self._holders: dict[_Block, int] = {}
+        self._rooms: list[Room] = []  # by slot, and the same in arrays
+        self._room_tokens: Floats = np.empty(0)
+        self._oldest_at_s: Floats = np.empty(0)
         self._stirred: set[int] = set()  # whose oldest may be another by now
         self._reach(15)
 
@@ -66,25 +79,26 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched if size == len(slots) else matched[slots]
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> list[float]:
-        """The same of a few."""
-        matched = [0.0] * (few.listed[-1] + 1)
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> tuple[list[float], float]:
+        """The same of a few, and the most that any of them holds."""
+        matched, most = [0.0] * (few.listed[-1] + 1), 0.0
         there = (1 << len(matched)) - 1
         for holders, depth_tokens in self._depths(hashes, tokens):
-            left, depth = holders & there, float(depth_tokens)
-            while left:
-                lowest = left & -left
-                matched[lowest.bit_length() - 1] = depth
-                left ^= lowest
-        return list(few.pick(matched))
+            if holders & there:
+                most = float(depth_tokens)  # the deepest come last
+                _credit_few(matched, holders & there, most)
+        if not most or len(matched) == len(few.listed):
+            return few.pick(matched) if len(matched) > len(few.listed) else matched, most
+        picked = few.pick(matched)
+        return picked, highest(picked)
 
-    def _depths(self, hashes: Sequence[int], tokens: Sequence[int]) -> list[tuple[int, int]]:
+    def _depths(self, hashes: Sequence[_Block], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
-        depths = []
+        depths: list[tuple[int, int]] = []
         holders = -1
-        holders_of = self._holders.get
+        holders_of = self._holders
         for depth, block in enumerate(hashes):
-            still = holders & holders_of(block, 0)
+            still = holders & holders_of.get(block, 0)
             if still != holders:
                 if depth:  # tokens are added up here only: holders change once or twice, of hundreds of blocks
                     depths.append((holders ^ still, sum(tokens[:depth])))
@@ -116,33 +130,37 @@ class PrefixIndex:
         """
         shelf = self._shelf(slot)
         users, idle = shelf.users, shelf.idle
-        in_use, rested = 0, list[float]()
-        for block in hashes:
-            if block not in users:
+        in_use = 0
+        rested: list[float] = []
+        blocks: Sequence[_Block] = hashes
+        for block in blocks:
+            using = users.get(block, 0)
+            if not using:
                 break
-            users[block] += 1
+            users[block] = using + 1
             in_use += 1
-        for block in hashes[in_use:]:
-            since_s = idle.pop(block, None)
-            if since_s is None:
-                break
-            users[block] = 1
-            rested.append(since_s)
+        if in_use < len(blocks) and idle:
+            for block in blocks[in_use:]:
+                since_s = idle.pop(block, None)
+                if since_s is None:
+                    break
+                users[block] = 1
+                rested.append(since_s)
         there = in_use + len(rested)
-        if there < len(hashes):
-            self._bring(slot, shelf, hashes[there:], tokens[there:])
+        if there < len(blocks):
+            self._bring(slot, shelf, blocks[there:], tokens[there:])
         if shelf.held_tokens > shelf.capacity_tokens:
             self._evict(slot, shelf)
         self._note(slot, shelf)
         return shelf.stay, in_use, rested
 
-    def _bring(self, slot: int, shelf: _Shelf, hashes: Sequence[int], tokens: Sequence[int]) -> None:
+    def _bring(self, slot: int, shelf: _Shelf, hashes: Sequence[_Block], tokens: Sequence[int]) -> None:
         """Pin these blocks, which are not there, but for those that were left behind when others were discarded."""
         users, idle, kept = shelf.users, shelf.idle, shelf.tokens
         holders, bit, brought = self._holders, 1 << slot, 0
-        for block, block_tokens in zip(hashes, tokens, strict=True):
+        for block, block_tokens in zip(hashes, tokens):  # noqa: B905 - as many, and strict zip is slow when compiled
             users[block] = 1
-            if idle.pop(block, None) is None:
+            if block not in idle or idle.pop(block) is None:
                 kept[block] = block_tokens
                 brought += block_tokens
                 holders[block] = holders.get(block, 0) | bit
@@ -154,7 +172,8 @@ class PrefixIndex:
         if shelf is None or shelf.stay != stay:
             return
         users, idle = shelf.users, shelf.idle
-        for block in reversed(hashes):
+        blocks: Sequence[_Block] = hashes
+        for block in reversed(blocks):
             left = users[block] - 1
             if left:
                 users[block] = left
@@ -210,26 +229,20 @@ class PrefixIndex:
     def room_tokens(self, slots: Slots) -> Floats:
         """Tokens that fit before something is evicted, shape (n,)."""
         self._reach(slots.item(-1))
-        room: Floats = self._rooms.take(slots)
+        room: Floats = self._room_tokens.take(slots)
         return room
 
-    def room_of_few(self, few: FewSlots) -> Sequence[float]:
-        """The same of a few."""
-        self._reach(few.listed[-1])
-        return few.pick(self._room_tokens)
+    def rooms(self, slot: int) -> list[Room]:
+        """Both by slot, at least up to this one; but since when the oldest is idle only once it is settled."""
+        self._reach(slot)
+        return self._rooms
 
     def oldest_at_s(self, slots: Slots) -> Floats:
         """Since when the next block to be evicted is idle, shape (n,); endless where none is."""
         self._reach(slots.item(-1))
-        self._settle()
-        since_s: Floats = self._oldest.take(slots)
+        self.settle()
+        since_s: Floats = self._oldest_at_s.take(slots)
         return since_s
-
-    def oldest_of_few(self, few: FewSlots) -> Sequence[float]:
-        """The same of a few."""
-        self._reach(few.listed[-1])
-        self._settle()
-        return few.pick(self._oldest_at_s)
 
     def resting_since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
         """Since when the block rests that has so many tokens before it, most recently used first.
@@ -251,23 +264,25 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def _reach(self, slot: int) -> None:
-        missing = slot + 1 - len(self._room_tokens)
-        if missing > 0:
-            self._room_tokens += [float(self.default_capacity_tokens)] * (missing + 16)
-            self._oldest_at_s += [inf] * (missing + 16)
-            self._rooms, self._oldest = np.array(self._room_tokens), np.array(self._oldest_at_s)
-            self._rooms_by_slot, self._oldest_by_slot = one_by_one(self._rooms), one_by_one(self._oldest)
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Find the oldest again where it may be another."""
         for slot in self._stirred:
             oldest_at_s = next(iter(self._shelves[slot].idle.values()), inf)
-            self._oldest_at_s[slot] = self._oldest_by_slot[slot] = oldest_at_s
+            self._rooms[slot].oldest_at_s = self._oldest_by_slot[slot] = oldest_at_s
         self._stirred.clear()
 
+    def _reach(self, slot: int) -> None:
+        missing = slot + 1 - len(self._rooms)
+        if missing > 0:
+            self._rooms += [Room(float(self.default_capacity_tokens)) for _ in range(missing + 16)]
+            self._room_tokens = np.array([room.tokens for room in self._rooms])
+            self._oldest_at_s = np.array([room.oldest_at_s for room in self._rooms])
+            self._room_by_slot: Any = one_by_one(self._room_tokens)
+            self._oldest_by_slot: Any = one_by_one(self._oldest_at_s)
+
     def _note(self, slot: int, shelf: _Shelf) -> None:
-        self._room_tokens[slot] = self._rooms_by_slot[slot] = shelf.capacity_tokens - shelf.held_tokens
+        room = float(shelf.capacity_tokens - shelf.held_tokens)
+        self._rooms[slot].tokens = self._room_by_slot[slot] = room
         self._stirred.add(slot)
 
     def _shelf(self, slot: int) -> _Shelf:
@@ -290,7 +305,7 @@ class PrefixIndex:
                 del holders[block]
         shelf.held_tokens = held
 
-    def _unhold(self, block: int, slot: int) -> None:
+    def _unhold(self, block: _Block, slot: int) -> None:
         left = self._holders[block] & ~(1 << slot)
         if left:
             self._holders[block] = left
@@ -303,7 +318,7 @@ def _in_use(shelf: _Shelf, hashes: Sequence[int]) -> int:
     return len(list(takewhile(shelf.users.__contains__, hashes)))
 
 
-_FEW_HOLDERS = 16
+_FEW_HOLDERS: Final = 16
 """Up to so many a loop over set bits is faster than unpacking them all."""
 
 
@@ -318,3 +333,28 @@ def _credit(matched: Floats, holders: int, tokens: int) -> None:
         lowest = holders & -holders
         matched[lowest.bit_length() - 1] = tokens
         holders ^= lowest
+
+
+def _credit_few(matched: list[float], holders: int, tokens: float) -> None:
+    """The same in a list, for holders that are all in it."""
+    depth: Any = tokens  # one object, however many slots it is written for
+    if holders.bit_count() <= _FEW_HOLDERS:
+        while holders:
+            lowest = holders & -holders
+            matched[lowest.bit_length() - 1] = depth
+            holders ^= lowest
+        return
+    first = 0
+    for octet in holders.to_bytes(-(-len(matched) // 8), "little"):
+        if octet == _ALL:
+            for slot in range(first, first + 8):
+                matched[slot] = depth
+        elif octet:
+            for bit in range(8):
+                if octet >> bit & 1:
+                    matched[first + bit] = depth
+        first += 8
+
+
+_ALL: Final = 255
+"""An octet of slots that all hold it."""

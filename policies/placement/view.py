@@ -14,36 +14,15 @@ import numpy as np
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
 from policies.placement.prefix_index import PrefixIndex
-from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots
+from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots, highest
 
 
 class View:
     """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
-    `few`: the same slots for loops, where somebody has that at hand.
-
-    `slots` are in rising order.
+    `few`: the same slots for loops, where somebody has that at hand; `most_matched`: the most of `matched_tokens`, or
+    below 0 where nobody has that. `slots` are in rising order.
     """
-
-    __slots__ = (
-        "_few",
-        "_kv_claimed",
-        "_kv_used",
-        "_load",
-        "_matched",
-        "_running",
-        "_stale",
-        "_waiting",
-        "fell_back",
-        "index",
-        "ledger",
-        "matched",
-        "now_s",
-        "request",
-        "rng",
-        "slots",
-        "state",
-    )
 
     def __init__(
         self,
@@ -56,12 +35,14 @@ class View:
         index: PrefixIndex,
         ledger: Ledger,
         few: FewSlots | None = None,
+        most_matched: float = -1.0,
     ) -> None:
         self.request = request
         self.state = state
         self.slots = slots
-        self.matched = matched_tokens  # as it was found, whatever the form
+        self.matched: Floats | list[float] = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
+        self._most_matched = most_matched
         self._few = few
         self.now_s = now_s
         self.rng = rng
@@ -107,7 +88,18 @@ class View:
     def matched_of_few(self) -> list[float]:
         """The same for loops."""
         matched = self.matched
-        return matched if isinstance(matched, list) else matched.tolist()
+        if isinstance(matched, list):
+            return matched
+        listed: list[float] = matched.tolist()
+        return listed
+
+    @property
+    def most_matched(self) -> float:
+        """The most that any candidate holds of the prompt."""
+        if self._most_matched < 0.0:
+            matched = self.matched
+            self._most_matched = highest(matched) if isinstance(matched, list) else float(matched.max())
+        return self._most_matched
 
     @property
     def load(self) -> Floats:
@@ -146,7 +138,7 @@ class View:
         """Requests in the engines that are none of ours, by their scrapes; none where those are stale."""
         if not self.state.has_foreign:
             return np.zeros(len(self.slots))
-        return np.where(self.stale, 0.0, self.state.foreign[self.slots])
+        return np.where(self.stale, 0.0, self.state.foreign_of(self.slots))
 
     @property
     def stale(self) -> Mask:

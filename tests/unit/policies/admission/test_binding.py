@@ -16,7 +16,8 @@ from policies.admission.room import RoomSpec
 from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.placement.ledger import Ledger
-from policies.placement.marginal_cost import MarginalCost, MarginalCostSpec
+from policies.placement.marginal_cost import MarginalCost
+from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.placement import Placement, Unplaceable
 from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex

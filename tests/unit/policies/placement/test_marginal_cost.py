@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
-from policies.placement.marginal_cost import MarginalCost, MarginalCostSpec
+from policies.placement.marginal_cost import MarginalCost
+from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.placement import Placement
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile

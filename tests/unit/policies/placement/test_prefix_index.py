@@ -34,9 +34,13 @@ def test_of_few_slots_the_same_is_known(slots: set[int], holders: list[int]) -> 
     among = _slots(*sorted(slots))
     few = few_slots(among)
     assert few is not None
-    assert list(index.match_few([1, 2, 3], [64] * 3, few)) == index.match([1, 2, 3], [64] * 3, among).tolist()
-    assert list(index.room_of_few(few)) == index.room_tokens(among).tolist()
-    assert list(index.oldest_of_few(few)) == index.oldest_at_s(among).tolist()
+    matched, most = index.match_few([1, 2, 3], [64] * 3, few)
+    assert matched == index.match([1, 2, 3], [64] * 3, among).tolist()
+    assert most == max(matched)
+    rooms = index.rooms(few.listed[-1])
+    index.settle()
+    assert [rooms[slot].tokens for slot in few.listed] == index.room_tokens(among).tolist()
+    assert [rooms[slot].oldest_at_s for slot in few.listed] == index.oldest_at_s(among).tolist()
 
 
 def test_a_hole_ends_the_match() -> None:
