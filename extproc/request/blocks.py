@@ -12,22 +12,23 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
 from operator import sub
+from typing import Final
 
 import numpy as np
 import xxhash
 
 from extproc.request.tokens import Span
 
-FIRST_BLOCK_BYTES = 256
-BLOCKS_PER_SIZE = 64
+FIRST_BLOCK_BYTES: Final = 256
+BLOCKS_PER_SIZE: Final = 64
 
-_MOST_DOUBLINGS = 24
+_MOST_DOUBLINGS: Final = 24
 """As far as blocks grow, after hundreds of gigabytes."""
-_COPIED_BYTES = 16_384
+_COPIED_BYTES: Final = 16_384
 """Up to here a copy of a block is cheaper than a view of it."""
-_FEW_BLOCKS = 40
+_FEW_BLOCKS: Final = 40
 """Up to here an array costs more than it saves."""
-_MOST_OF_AN_ARRAY = 2**63 - 1
+_MOST_OF_AN_ARRAY: Final = 2**63 - 1
 
 
 def _ends() -> list[int]:

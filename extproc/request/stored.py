@@ -18,12 +18,20 @@ from extproc.flight import Flight
 PREFIX = "resp_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Made:
     """An answer: whose flight it was, and under which name its engine knows the model."""
 
     flight: Flight
     model: str
+
+    def __init__(
+        self,
+        flight: Flight,
+        model: str,
+    ) -> None:
+        self.flight = flight
+        self.model = model
 
 
 class StoredResponses:

@@ -34,13 +34,23 @@ _DATA_URL = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class TokenRates:
-    """What a model's text costs; from the pool's config."""
+    """What a model's text costs; from the pool's config, never changed."""
 
-    bytes_per_token: float = 4.0
-    tokens_per_cjk_character: float = 1.5
-    tokens_per_image: int = 1024
+    bytes_per_token: float
+    tokens_per_cjk_character: float
+    tokens_per_image: int
+
+    def __init__(
+        self,
+        bytes_per_token: float = 4.0,
+        tokens_per_cjk_character: float = 1.5,
+        tokens_per_image: int = 1024,
+    ) -> None:
+        self.bytes_per_token = bytes_per_token
+        self.tokens_per_cjk_character = tokens_per_cjk_character
+        self.tokens_per_image = tokens_per_image
 
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:

@@ -23,12 +23,20 @@ _SHORTEST_SLO_MS = 100
 """Nobody is due sooner: by asking for nothing at all a client would pass everybody who says what he needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Urgency:
     """A class by name, and a priority in it, lower is sooner."""
 
     class_name: str
-    priority: int = 0
+    priority: int
+
+    def __init__(
+        self,
+        class_name: str,
+        priority: int = 0,
+    ) -> None:
+        self.class_name = class_name
+        self.priority = priority
 
 
 def urgency_of(
