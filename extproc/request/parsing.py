@@ -277,7 +277,8 @@ def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: st
     prompt = parsed.prompt
     if len(prompt) > PART_BYTES:
         return at_once(request_steps(parsed, model, rates, session_key=session_key))
-    prompt = bytes(prompt)
+    if not isinstance(prompt, bytes):
+        prompt = bytes(prompt)
     images = image_spans(prompt)
     tokens = prompt_tokens(prompt, images, rates) if images else estimate_tokens(prompt, rates)
     hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
@@ -292,8 +293,8 @@ def request_steps(
     prompt, seed = memoryview(parsed.prompt), seed_of(model, None, parsed.cache_salt)
     count, hashes, images = Count(), list[int](), list[Span]()
     for number, start in enumerate(range(0, len(prompt), PART_BYTES), 1):
-        count.add(prompt, start)
-        hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes)
+        part = count.add(prompt, start)
+        hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes, part, start)
         if not number % PARTS_A_STEP:
             yield
     tokens = count.tokens(rates)
