@@ -22,8 +22,6 @@ BLOCKS_PER_SIZE: Final = 64
 
 _MOST_DOUBLINGS: Final = 24
 """As far as blocks grow, after hundreds of gigabytes."""
-_COPIED_BYTES: Final = 8_192
-"""Up to here a copy of a block is cheaper than a view of it."""
 
 
 def _ends() -> list[int]:
@@ -57,26 +55,28 @@ def _seed_without_salt(model: str, adapter: str | None) -> int:
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
     """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
     hashes: list[int] = []
-    hash_more(prompt, len(prompt), seed, hashes, bytes(prompt), 0)
+    hash_more(prompt, len(prompt), seed, hashes)
     return hashes, _ENDS[: len(hashes)]
 
 
-def hash_more(
-    prompt: bytes | memoryview, upto: int, seed: int, hashes: list[int], part: bytes, part_start: int
-) -> None:
+def hash_more(prompt: bytes | memoryview, upto: int, seed: int, hashes: list[int]) -> None:
     """Add the hashes of the whole blocks that end before `upto`, of a prompt of which some were hashed before.
 
-    `part`: what stands in the prompt from `part_start` up to there, at least. Of that blocks are copied, up to a size.
+    Of bytes each block is copied, which for the small blocks of a short prompt is cheaper than a view.
     """
     known = len(hashes)
     seed, start = (hashes[-1], _ENDS[known - 1]) if known else (seed, 0)
-    for end in _ENDS[known : _blocks_until(_ENDS, upto)]:
-        if start >= part_start and end - start <= _COPIED_BYTES:
-            seed = _hash(part[start - part_start : end - part_start], seed)
-        else:
-            seed = _hash(memoryview(prompt)[start:end], seed)
-        hashes.append(seed)
-        start = end
+    ends = _ENDS[known : _blocks_until(_ENDS, upto)]
+    if isinstance(prompt, bytes):
+        for end in ends:
+            seed = _hash(prompt[start:end], seed)
+            hashes.append(seed)
+            start = end
+    else:
+        for end in ends:
+            seed = _hash(prompt[start:end], seed)
+            hashes.append(seed)
+            start = end
 
 
 def ends_of(hashes: list[int]) -> list[int]:

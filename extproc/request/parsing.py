@@ -293,8 +293,8 @@ def request_steps(
     prompt, seed = memoryview(parsed.prompt), seed_of(model, None, parsed.cache_salt)
     count, hashes, images = Count(), list[int](), list[Span]()
     for number, start in enumerate(range(0, len(prompt), PART_BYTES), 1):
-        part = count.add(prompt, start)
-        hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes, part, start)
+        count.add(prompt, start)
+        hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes)
         if not number % PARTS_A_STEP:
             yield
     tokens = count.tokens(rates)

@@ -76,9 +76,9 @@ class Count:
         self._bytes = 0
         self.images = False
 
-    def add(self, text: bytes | memoryview, start: int) -> bytes:
-        """The part that starts there; a copy of it, as far as what begins in it may reach."""
-        part = bytes(text[start : start + PART_BYTES + _MARK_BYTES - 1])
+    def add(self, text: bytes | memoryview, start: int) -> None:
+        """The part that starts there."""
+        part = bytes(text[start : start + PART_BYTES + _MARK_BYTES - 1])  # as far as what begins in it may reach
         size = min(PART_BYTES, len(text) - start)
         self._bytes += size
         if not part.isascii():
@@ -87,7 +87,6 @@ class Count:
             self._escaped += _count_pair(part[: size + 1], _ESCAPE)
         if not self.images:
             self.images = _may_have_images(part)
-        return part
 
     def tokens(self, rates: TokenRates) -> int:
         """Of all parts, at least 1."""
