@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,7 @@ from policies.types import Reason, Refusal
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
-_JSON = ("content-type", "application/json")
+_JSON: Final = ("content-type", "application/json")
 
 
 @dataclass(init=False)

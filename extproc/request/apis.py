@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import Final
 from urllib.parse import unquote
 
 import msgspec
@@ -99,8 +100,8 @@ APIS = (
 OTHER = Api(Kind.OTHER, (), model_in=ModelIn.PATH, methods=())
 """Whatever an operator's path rule leads somewhere; any method."""
 
-BY_PATH = {path: api for api in APIS for path in api.paths}
-_RESPONSE_ID = re.compile(r"(?<=^/v1/responses/)[^/]+")
+BY_PATH: Final = {path: api for api in APIS for path in api.paths}
+_RESPONSE_ID: Final = re.compile(r"(?<=^/v1/responses/)[^/]+")
 
 _ENGINE_ADMIN = frozenset(
     {

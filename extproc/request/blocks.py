@@ -47,9 +47,11 @@ def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
     return _hash("\0".join((model, adapter or "", cache_salt)).encode("utf-8", "surrogatepass"))
 
 
-@lru_cache(maxsize=1024)
-def _seed_without_salt(model: str, adapter: str | None) -> int:
+def _made_without_salt(model: str, adapter: str | None) -> int:
     return _hash("\0".join((model, adapter or "", "")).encode("utf-8", "surrogatepass"))
+
+
+_seed_without_salt: Final = lru_cache(maxsize=1024)(_made_without_salt)
 
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:

@@ -33,7 +33,7 @@ from extproc.request.tokens import (
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
 _NONE: Final = msgspec.Raw(b"")
-_INVALID = "invalid_request_error"
+_INVALID: Final = "invalid_request_error"
 _COMPLETION: Final = Kind.COMPLETION  # every request asks: by the enum each takes ten times as long
 _RESPONSE: Final = Kind.RESPONSE
 _BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
@@ -235,7 +235,7 @@ def _parsed(kind: Kind, values: _Values, model: str, prompt: bytes | memoryview)
     )
 
 
-_PROMPTS_IN_A_LIST = re.compile(rb"\s*\[\s*([\"\[])")
+_PROMPTS_IN_A_LIST: Final = re.compile(rb"\s*\[\s*([\"\[])")
 
 
 def _prompts(prompt: msgspec.Raw) -> int:
@@ -345,7 +345,7 @@ def _set_model(body: bytes, parsed: Parsed, model: str) -> Splice:
     return Splice(start, start, multipart.model_part(boundary, model))
 
 
-_NULL = b"null"
+_NULL: Final = b"null"
 
 
 def _model(raw: msgspec.Raw, default: str | None) -> str | None:

@@ -32,11 +32,11 @@ from extproc.request.stored import PREFIX, StoredResponses
 from extproc.request.usage import AskedBy, ask_for_usage
 from policies.types import InferenceRequest, Reason, Refusal
 
-_INVALID = "invalid_request_error"
+_INVALID: Final = "invalid_request_error"
 _FORM: Final = ModelIn.FORM  # every request asks: by the enum each takes ten times as long
 _JSON: Final = ModelIn.JSON
 _PATH: Final = ModelIn.PATH
-_LONGEST_MODEL = 256
+_LONGEST_MODEL: Final = 256
 """As the config takes them: a longer one cannot be served, and must not fill a log."""
 
 
@@ -301,7 +301,7 @@ def _from_query(_: Generation, space: Space, _stored: StoredResponses, incoming:
     return _unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
 
 
-_MOST_QUERY_FIELDS = 100
+_MOST_QUERY_FIELDS: Final = 100
 
 
 def _from_path(generation: Generation, _: Space, _stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 from cachetools import LRUCache
 
 from extproc.flight import Flight
 
-PREFIX = "resp_"
+PREFIX: Final = "resp_"
 
 
 @dataclass(init=False)
