@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any, Protocol, cast
 
 import structlog
-from msgspec.structs import replace as with_changed
 
 from extproc.access.gate import gate_of
 from extproc.breaking import Breaking
@@ -430,8 +429,8 @@ class Pipeline:
             request.model,
             terms + generation.engine_priority(asked.headers, target, request),
             plan.splices,
-            target.list_for_all,
-            plan.remove_headers + generation.hidden_headers,
+            remove_headers=plan.remove_headers + generation.hidden_headers,
+            list_for_all=target.list_for_all,
         )
 
     def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
@@ -610,7 +609,14 @@ def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Pl
     A trusted hop's tenant is no forgery.
     """
     forged = FORGED_HEADERS & headers.keys() - {generation.config.access.tenant_header}
-    return with_changed(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
+    return Plan(
+        plan.target,
+        plan.request,
+        splices=plan.splices,
+        remove_headers=(*plan.remove_headers, *sorted(forged)),
+        response_id=plan.response_id,
+        usage_asked_by=plan.usage_asked_by,
+    )
 
 
 def _held_bytes(asked: Asked) -> int:

@@ -7,23 +7,23 @@ knows protobuf, HTTP framing or Envoy's modes.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
-from msgspec.structs import replace as with_changed
 
 from extproc.request.splice import Splice
 from policies.types import Reason, Refusal
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
-_JSON = ("content-type", "application/json")
+_JSON: Final = ("content-type", "application/json")
 
 
-class Route(msgspec.Struct, frozen=True):
-    """Send the request to `cluster`, to the first of `addresses` that Envoy can reach.
+@dataclass(init=False)
+class Route:
+    """Send the request to `cluster`, to the first of `addresses` that Envoy can reach. Never changed once made.
 
     `headers` are set on the request to the engine, `remove_headers` taken from it. `splices` edit the body.
     `request_id` joins the access log to us. `list_for_all`: the operator says that every caller understands a list of
@@ -34,34 +34,73 @@ class Route(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     request_id: str
     model: str
-    headers: Headers = ()
-    splices: tuple[Splice, ...] = ()
-    list_for_all: bool = False
-    remove_headers: tuple[str, ...] = ()
+    headers: Headers
+    splices: tuple[Splice, ...]
+    list_for_all: bool
+    remove_headers: tuple[str, ...]
+
+    def __init__(
+        self,
+        cluster: str,
+        addresses: tuple[str, ...],
+        request_id: str,
+        model: str,
+        headers: Headers = (),
+        splices: tuple[Splice, ...] = (),
+        remove_headers: tuple[str, ...] = (),
+        *,
+        list_for_all: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.addresses = addresses
+        self.request_id = request_id
+        self.model = model
+        self.headers = headers
+        self.splices = splices
+        self.list_for_all = list_for_all
+        self.remove_headers = remove_headers
 
     def for_one_address_callers(self) -> Route:
         """The route for callers of whom only some understand a list: the first address alone, unless told otherwise."""
-        return self if self.list_for_all else with_changed(self, addresses=self.addresses[:1])
+        return self if self.list_for_all else replace(self, addresses=self.addresses[:1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Answer:
     """Answer the client ourselves. `reason` becomes Envoy's response_code_details."""
 
     status: int
     body: bytes
-    headers: Headers = (_JSON,)
-    reason: str = "answered"
+    headers: Headers
+    reason: str
+
+    def __init__(
+        self,
+        status: int,
+        body: bytes,
+        headers: Headers = (_JSON,),
+        reason: str = "answered",
+    ) -> None:
+        self.status = status
+        self.body = body
+        self.headers = headers
+        self.reason = reason
 
 
 Reply: TypeAlias = Route | Answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Pending:
     """The reply comes when `ready` resolves. Only the transport's task awaits it; cancelling it gives up the place."""
 
     ready: asyncio.Future[Reply]
+
+    def __init__(
+        self,
+        ready: asyncio.Future[Reply],
+    ) -> None:
+        self.ready = ready
 
 
 def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> Answer:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,9 +25,9 @@ from policies.types import InferenceRequest
 from vllm_adapters.health import OURSELVES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Target:
-    """Where a model name leads: the pool, and the name its engines know.
+    """Where a model name leads: the pool, and the name its engines know. Never changed.
 
     What every request asks of the pool stands here too: of a pydantic model each attribute takes five times as long.
     """
@@ -44,8 +43,21 @@ class Target:
     terms: Terms
     cluster_name: str
 
+    def __init__(
+        self, pool: Pool, model: str, rates: TokenRates, terms: Terms, list_length: int, *, list_for_all: bool
+    ) -> None:
+        self.pool = pool
+        self.pool_name = pool.name
+        self.queued = pool.queue is not None
+        self.precise = pool.precise is not None
+        self.model = model
+        self.rates = rates
+        self.list_length = list_length
+        self.list_for_all = list_for_all
+        self.terms = terms
+        self.cluster_name = pool.cluster_name
 
-@dataclass(frozen=True)
+
 class Space:
     """What of the fleet there is for a tenant, or for everybody: names it may use, and where they lead.
 
@@ -54,143 +66,113 @@ class Space:
     `injects_usage`: its streams are asked for their usage by us, if not by the client.
     """
 
-    targets: Mapping[str, Target]
-    default_model: str | None
-    pools: frozenset[str] | None = None
-    policies: Mapping[str, str] = field(default_factory=dict)
-    injects_usage: bool = False
+    def __init__(
+        self,
+        targets: dict[str, Target],
+        default_model: str | None,
+        pools: frozenset[str] | None = None,
+        policies: dict[str, str] | None = None,
+        *,
+        injects_usage: bool = False,
+    ) -> None:
+        self.targets = targets
+        self.default_model = default_model
+        self.pools = pools
+        self.policies: dict[str, str] = policies or {}
+        self.injects_usage = injects_usage
+        self._models_body: bytes | None = None
 
     def sees(self, target: Target) -> bool:
         """Whether a pool exists here."""
-        return self.pools is None or target.pool.name in self.pools
+        return self.pools is None or target.pool_name in self.pools
 
-    @cached_property
+    @property
     def models_body(self) -> bytes:
-        """The answer to GET /v1/models: every model and alias, in OpenAI's form."""
-        created = int(time.time())
-        entries = [
-            {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
-            for name, target in self.targets.items()
-        ]
-        return msgspec.json.encode({"object": "list", "data": entries})
+        """The answer to GET /v1/models: every model and alias, in OpenAI's form. Made once."""
+        if self._models_body is None:
+            created = int(time.time())
+            entries = [
+                {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
+                for name, target in self.targets.items()
+            ]
+            self._models_body = msgspec.json.encode({"object": "list", "data": entries})
+        return self._models_body
 
 
-@dataclass(frozen=True)
+class _Rule:
+    """A path rule; `prefix` ends with a slash. It holds for a request that has all of `headers`."""
+
+    def __init__(self, prefix: str, headers: list[tuple[str, str]], target: Target) -> None:
+        self.prefix = prefix
+        self.headers = headers
+        self.target = target
+
+    def holds(self, ended: str, headers: Mapping[str, str]) -> bool:
+        """Whether it is for a path, with a slash at its end, and for these headers."""
+        return ended.startswith(self.prefix) and all(headers.get(name) == value for name, value in self.headers)
+
+
 class Generation:
-    """One validated config and the tables made from it."""
+    """One validated config and the tables made from it, all of them at once: requests only read.
 
-    number: int
-    config: Config
+    `targets`: every name a client may use -> where it leads. `bounds`: on the shape of requests; None where the config
+    sets none. `largest_body_bytes`: a longer request body is not taken. `list_length`: how many endpoints are named to
+    Envoy at most. `hidden_headers`: of requests; they end here, since what lets a client in is no engine's business.
+    """
 
-    @cached_property
-    def targets(self) -> dict[str, Target]:
-        """Every name a client may use -> where it leads."""
-        targets = {}
-        for pool in self.config.pools:
-            terms = Terms(self.config, pool)
-            for name, model in (*((m, m) for m in pool.models), *pool.aliases.items()):
-                targets[name] = self._target(pool, model, terms)
-        return targets
-
-    @cached_property
-    def bounds(self) -> Bounds | None:
-        """Bounds on the shape of requests; None where the config sets none."""
-        limits = self.config.limits
-        bounds = Bounds(limits.json_nesting, limits.prompt_items, limits.prompt_tokens)
-        return None if bounds == Bounds() else bounds
-
-    @cached_property
-    def _rules(self) -> list[tuple[str, frozenset[tuple[str, str]], Target]]:
-        """Path rules, the longest first, of these the one that asks for most headers; a slash ends every prefix."""
-        pools = {pool.name: pool for pool in self.config.pools}
-        rules = [
-            (f"{rule.prefix.rstrip('/')}/", frozenset(rule.headers.items()), self.targets[pools[rule.pool].models[0]])
-            for rule in self.config.routing.paths
-        ]
-        return sorted(rules, key=lambda rule: (-len(rule[0]), -len(rule[1])))
+    def __init__(self, number: int, config: Config) -> None:
+        self.number = number
+        self.config = config
+        wire, limits, tenants = config.wire, config.limits, config.tenants
+        self.list_length: int = 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
+        self.largest_body_bytes: int = limits.request_body_bytes
+        self.bounds: Bounds | None = None
+        if (limits.json_nesting, limits.prompt_items, limits.prompt_tokens) != (None, None, None):
+            self.bounds = Bounds(limits.json_nesting, limits.prompt_items, limits.prompt_tokens)
+        self.targets: dict[str, Target] = _targets(config, self.list_length)
+        self.hidden_headers: tuple[str, ...] = _hidden_headers(config)
+        self._rules: list[_Rule] = _rules(config, self.targets)
+        self._whole = Space(self.targets, config.routing.default_model)
+        self._spaces: dict[str, Space] = {
+            where: _space(config, self.targets, where, quota) for where, quota in sections(tenants)
+        }
+        self._named: dict[str, Quota] | None = None if tenants is None else tenants.named
+        queues = {pool.name: pool.queue for pool in config.pools}
+        self._classes: dict[str, tuple[str, ...]] = {
+            name: tuple(one.name for one in queue.classes) for name, queue in queues.items() if queue is not None
+        }
+        self._engine_priorities: dict[tuple[str, str | None], int] = {
+            (name, one.name): one.engine_priority
+            for name, queue in queues.items()
+            if queue is not None
+            for one in queue.classes
+            if one.engine_priority is not None
+        }
 
     def target_of_path(self, path: str, headers: Mapping[str, str]) -> Target | None:
         """Where a path rule leads a canonical path; to the pool's first model, for want of another."""
         ended = f"{path}/"
-        return next(
-            (
-                target
-                for prefix, wanted, target in self._rules
-                if ended.startswith(prefix) and all(headers.get(name) == value for name, value in wanted)
-            ),
-            None,
-        )
-
-    @cached_property
-    def largest_body_bytes(self) -> int:
-        """A longer request body is not taken."""
-        return self.config.limits.request_body_bytes
-
-    @property
-    def list_length(self) -> int:
-        """How many endpoints are named to Envoy at most."""
-        wire = self.config.wire
-        return 1 if wire.endpoint_list == "single" else wire.endpoint_list_length
-
-    def _target(self, pool: Pool, model: str, terms: Terms) -> Target:
-        wire = self.config.wire
-        rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
-        return Target(
-            pool,
-            pool.name,
-            pool.queue is not None,
-            pool.precise is not None,
-            model,
-            rates,
-            self.list_length,
-            wire.endpoint_list == "list",
-            terms,
-            pool.cluster_name,
-        )
-
-    @cached_property
-    def hidden_headers(self) -> tuple[str, ...]:
-        """Request headers that end here: what lets a client in is no engine's business."""
-        access = self.config.access
-        ours = access.takes_keys or access.jwt is not None
-        return CREDENTIAL_HEADERS if ours and not access.forward_credentials else ()
+        for rule in self._rules:
+            if rule.holds(ended, headers):
+                return rule.target
+        return None
 
     def space_of(self, tenant: str | None) -> Space:
         """What of the fleet there is for this tenant."""
-        if tenant is None or (tenants := self.config.tenants) is None:
+        named = self._named
+        if tenant is None or named is None:
             return self._whole
-        return self._spaces[f"named.{tenant}" if tenant in tenants.named else "default"]
-
-    @cached_property
-    def _whole(self) -> Space:
-        return Space(self.targets, self.config.routing.default_model)
-
-    @cached_property
-    def _spaces(self) -> dict[str, Space]:
-        return {where: self._space(where, quota) for where, quota in sections(self.config.tenants)}
-
-    def _space(self, where: str, quota: Quota) -> Space:
-        seen = {pool.name for pool in seen_by(quota, self.config.pools)}
-        targets = {name: target for name, target in self.targets.items() if target.pool.name in seen}
-        targets |= {alias: self.targets[model] for alias, model in quota.aliases.items()}
-        default = quota.default_model or self.config.routing.default_model
-        policies = {pool: name_for(policy, where) for pool, policy in quota.policies.items()}
-        injects_usage = self.config.tenants is not None and self.config.tenants.usage == "inject"
-        return Space(targets, default if default in targets else None, frozenset(seen), policies, injects_usage)
+        return self._spaces[f"named.{tenant}" if tenant in named else "default"]
 
     def urgency_of(self, headers: Mapping[str, str], pool: Pool, tenant: str | None) -> Urgency | None:
         """A request's class and priority in the pool's queue; None if it names a class that is none of it."""
-        return urgency_of(headers, self._classes[pool.name], *self._best(tenant))
+        best_class, best_priority = self._best(tenant)
+        return urgency_of(headers, self._classes[pool.name], best_class, best_priority)
 
     def _best(self, tenant: str | None) -> tuple[str | None, int]:
         """The best class and priority that a tenant's requests may have."""
         quota = None if tenant is None or self.config.tenants is None else self.config.tenants.of(tenant)
         return (None, 0) if quota is None else (quota.best_class, quota.best_priority)
-
-    @cached_property
-    def _classes(self) -> dict[str, tuple[str, ...]]:
-        queues = {pool.name: pool.queue for pool in self.config.pools}
-        return {name: tuple(one.name for one in queue.classes) for name, queue in queues.items() if queue is not None}
 
     def engine_priority(
         self, headers: Mapping[str, str], target: Target, request: InferenceRequest
@@ -208,12 +190,41 @@ class Generation:
         bounded = engine_priority_of(headers, self._best(request.tenant)[1])
         return () if bounded is None else ((ENGINE_PRIORITY_HEADER, str(bounded)),)
 
-    @cached_property
-    def _engine_priorities(self) -> dict[tuple[str, str | None], int]:
-        return {
-            (pool.name, one.name): one.engine_priority
-            for pool in self.config.pools
-            if pool.queue is not None
-            for one in pool.queue.classes
-            if one.engine_priority is not None
-        }
+
+def _targets(config: Config, list_length: int) -> dict[str, Target]:
+    targets: dict[str, Target] = {}
+    for_all = config.wire.endpoint_list == "list"
+    for pool in config.pools:
+        terms = Terms(config, pool)
+        rates = TokenRates(pool.bytes_per_token, pool.tokens_per_cjk_character, pool.tokens_per_image)
+        for name, model in (*((m, m) for m in pool.models), *pool.aliases.items()):
+            targets[name] = Target(pool, model, rates, terms, list_length, list_for_all=for_all)
+    return targets
+
+
+def _rules(config: Config, targets: Mapping[str, Target]) -> list[_Rule]:
+    """Path rules, the longest first, of these the one that asks for most headers; a slash ends every prefix."""
+    pools = {pool.name: pool for pool in config.pools}
+    rules = [
+        _Rule(f"{rule.prefix.rstrip('/')}/", [*rule.headers.items()], targets[pools[rule.pool].models[0]])
+        for rule in config.routing.paths
+    ]
+    return sorted(rules, key=lambda rule: (-len(rule.prefix), -len(rule.headers)))
+
+
+def _hidden_headers(config: Config) -> tuple[str, ...]:
+    access = config.access
+    ours = access.takes_keys or access.jwt is not None
+    return CREDENTIAL_HEADERS if ours and not access.forward_credentials else ()
+
+
+def _space(config: Config, all_targets: Mapping[str, Target], where: str, quota: Quota) -> Space:
+    seen = {pool.name for pool in seen_by(quota, config.pools)}
+    targets = {name: target for name, target in all_targets.items() if target.pool_name in seen}
+    targets |= {alias: all_targets[model] for alias, model in quota.aliases.items()}
+    default = quota.default_model or config.routing.default_model
+    policies = {pool: name_for(policy, where) for pool, policy in quota.policies.items()}
+    injects_usage = config.tenants is not None and config.tenants.usage == "inject"
+    return Space(
+        targets, default if default in targets else None, frozenset(seen), policies, injects_usage=injects_usage
+    )

@@ -8,15 +8,18 @@ no headers (extproc/control).
 
 from __future__ import annotations
 
+from typing import Final
+
 from extproc.config.schema import Config, Pool
 from extproc.names import RETRY_ON, STREAMED_HEADER
 from extproc.reply import Headers
 from policies.admission.time_limits import TimeLimits, longest_answer
 from policies.types import InferenceRequest, Kind
 
-_DRAIN_STATUS = 500
+_DRAIN_STATUS: Final = 500
 """What vLLM answers to new requests once it has got SIGTERM, before any byte of an answer."""
-_UNLIMITED = -1
+_UNLIMITED: Final = -1
+_REALTIME: Final = Kind.REALTIME
 
 
 class Terms:
@@ -25,7 +28,7 @@ class Terms:
     def __init__(self, config: Config, pool: Pool) -> None:
         total = config.timeouts.total
         self._limits = None if total is None else TimeLimits(**total.model_dump())
-        self.retries = config.retries.attempts > 0
+        self.retries: bool = config.retries.attempts > 0
         self._retry_headers = _retry_headers(config, pool)
         self._streamed = _streamed_headers(config)
         self._sets: dict[tuple[bool, int, bool], Headers] = {}
@@ -44,7 +47,7 @@ class Terms:
         `context_tokens`: the most a prompt and its answer may have together. `tokens_per_s`: how fast one answer is
         written, and `waves` in how many turns all of them are. `retry`: whether it may be tried again.
         """
-        streamed = request.stream and request.kind is not Kind.REALTIME
+        streamed = request.stream and request.kind is not _REALTIME
         step = _UNLIMITED
         if self._limits is not None:
             longest = longest_answer(request.kind, request.max_tokens, context_tokens)
@@ -53,7 +56,7 @@ class Terms:
         terms = streamed, step, retry
         made = self._sets.get(terms)
         if made is None:
-            made = self._sets[terms] = self._make(*terms)
+            made = self._sets[terms] = self._make(streamed, step, retry)
         return made
 
     def _make(self, streamed: bool, step: int, retry: bool) -> Headers:  # noqa: FBT001 - as in the key
@@ -65,7 +68,7 @@ class Terms:
         return headers
 
 
-_NO_RETRY: Headers = (("x-envoy-max-retries", "0"),)
+_NO_RETRY: Final[Headers] = (("x-envoy-max-retries", "0"),)
 
 
 def _retry_headers(config: Config, pool: Pool) -> Headers:

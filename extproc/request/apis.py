@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import Final
 from urllib.parse import unquote
 
 import msgspec
@@ -35,21 +36,42 @@ class ModelIn(IntEnum):
     """Not at all: we answer ourselves."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(init=False, eq=False)
 class Api:
-    """One row. `prompt`: the fields of the prompt, in the order a chat template uses them; `required`: any one of them.
+    """One row, never changed.
+
+    `prompt`: the fields of the prompt, in the order a chat template uses them; `required`: any one of them.
 
     An API without `prompt` fields has nothing that an engine's prefix cache could hold.
     """
 
     kind: Kind
     paths: tuple[str, ...]
-    prompt: tuple[str, ...] = ()
-    required: tuple[str, ...] = ()
-    model_in: ModelIn = ModelIn.JSON
-    methods: tuple[str, ...] = ("POST",)
-    anthropic: bool = False
+    prompt: tuple[str, ...]
+    required: tuple[str, ...]
+    model_in: ModelIn
+    methods: tuple[str, ...]
+    anthropic: bool
     """Errors have the shape that Anthropic's clients parse."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        paths: tuple[str, ...],
+        prompt: tuple[str, ...] = (),
+        required: tuple[str, ...] = (),
+        model_in: ModelIn = ModelIn.JSON,
+        methods: tuple[str, ...] = ("POST",),
+        *,
+        anthropic: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.paths = paths
+        self.prompt = prompt
+        self.required = required
+        self.model_in = model_in
+        self.methods = methods
+        self.anthropic = anthropic
 
 
 _FIRST_TEXTS = ("query", "queries", "text_1", "data_1")
@@ -78,8 +100,8 @@ APIS = (
 OTHER = Api(Kind.OTHER, (), model_in=ModelIn.PATH, methods=())
 """Whatever an operator's path rule leads somewhere; any method."""
 
-BY_PATH = {path: api for api in APIS for path in api.paths}
-_RESPONSE_ID = re.compile(r"(?<=^/v1/responses/)[^/]+")
+BY_PATH: Final = {path: api for api in APIS for path in api.paths}
+_RESPONSE_ID: Final = re.compile(r"(?<=^/v1/responses/)[^/]+")
 
 _ENGINE_ADMIN = frozenset(
     {

@@ -10,24 +10,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
-from operator import sub
+from itertools import pairwise
+from typing import Final
 
-import numpy as np
 import xxhash
 
 from extproc.request.tokens import Span
 
-FIRST_BLOCK_BYTES = 256
-BLOCKS_PER_SIZE = 64
+FIRST_BLOCK_BYTES: Final = 256
+BLOCKS_PER_SIZE: Final = 64
 
-_MOST_DOUBLINGS = 24
+_MOST_DOUBLINGS: Final = 24
 """As far as blocks grow, after hundreds of gigabytes."""
-_COPIED_BYTES = 16_384
-"""Up to here a copy of a block is cheaper than a view of it."""
-_FEW_BLOCKS = 40
-"""Up to here an array costs more than it saves."""
-_MOST_OF_AN_ARRAY = 2**63 - 1
 
 
 def _ends() -> list[int]:
@@ -38,12 +32,11 @@ def _ends() -> list[int]:
     return ends
 
 
-_BLOCKS = [slice(start, end) for start, end in pairwise(_ends())]
-_ENDS = [block.stop for block in _BLOCKS]
-"""Where the blocks of any prompt lie: they are the same for all."""
-_END_ARRAY = np.array(_ENDS)
+_ENDS: Final[list[int]] = _ends()[1:]
+"""Where the blocks of any prompt end: they are the same for all."""
 
-_hash = xxhash.xxh3_64_intdigest
+_hash: Final = xxhash.xxh3_64_intdigest
+_blocks_until: Final = bisect_right
 
 
 def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
@@ -54,24 +47,38 @@ def seed_of(model: str, adapter: str | None, cache_salt: str | None) -> int:
     return _hash("\0".join((model, adapter or "", cache_salt)).encode("utf-8", "surrogatepass"))
 
 
-@lru_cache(maxsize=1024)
-def _seed_without_salt(model: str, adapter: str | None) -> int:
+def _made_without_salt(model: str, adapter: str | None) -> int:
     return _hash("\0".join((model, adapter or "", "")).encode("utf-8", "surrogatepass"))
+
+
+_seed_without_salt: Final = lru_cache(maxsize=1024)(_made_without_salt)
 
 
 def block_hashes(prompt: bytes | memoryview, seed: int) -> tuple[list[int], list[int]]:
     """(hashes, ends): the chained hash of every whole block and the byte offset where it ends."""
-    length = len(prompt)
-    count = bisect_right(_ENDS, length)
-    text = prompt if length <= _COPIED_BYTES else memoryview(prompt)
-    return [seed := _hash(text[block], seed) for block in _BLOCKS[:count]], _ENDS[:count]
+    hashes: list[int] = []
+    hash_more(prompt, len(prompt), seed, hashes)
+    return hashes, _ENDS[: len(hashes)]
 
 
 def hash_more(prompt: bytes | memoryview, upto: int, seed: int, hashes: list[int]) -> None:
-    """Add the hashes of the whole blocks that end before `upto`, of a prompt of which some were hashed before."""
+    """Add the hashes of the whole blocks that end before `upto`, of a prompt of which some were hashed before.
+
+    Of bytes each block is copied, which for the small blocks of a short prompt is cheaper than a view.
+    """
     known = len(hashes)
-    seed = hashes[-1] if known else seed
-    hashes += [seed := _hash(prompt[block], seed) for block in _BLOCKS[known : bisect_right(_ENDS, upto)]]
+    seed, start = (hashes[-1], _ENDS[known - 1]) if known else (seed, 0)
+    ends = _ENDS[known : _blocks_until(_ENDS, upto)]
+    if isinstance(prompt, bytes):
+        for end in ends:
+            seed = _hash(prompt[start:end], seed)
+            hashes.append(seed)
+            start = end
+    else:
+        for end in ends:
+            seed = _hash(prompt[start:end], seed)
+            hashes.append(seed)
+            start = end
 
 
 def ends_of(hashes: list[int]) -> list[int]:
@@ -80,7 +87,7 @@ def ends_of(hashes: list[int]) -> list[int]:
 
 
 def block_tokens(
-    ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
+    ends: list[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
 ) -> list[int]:
     """Tokens per block, adding up to the prompt's share that lies in whole blocks. They end at `ends`, as all do.
 
@@ -88,12 +95,9 @@ def block_tokens(
     """
     if images:
         cumulative = _cumulative_with_images(ends, prompt_bytes, tokens, images, tokens_per_image)
-        return list(map(sub, cumulative, chain((0,), cumulative)))
-    if len(ends) > _FEW_BLOCKS and ends[-1] * tokens <= _MOST_OF_AN_ARRAY:
-        upto = _END_ARRAY[: len(ends)] * tokens // prompt_bytes
-        shares: list[int] = np.diff(upto, prepend=0).tolist()
-        return shares
-    shares, before = [], 0
+        return [upto - before for before, upto in pairwise((0, *cumulative))]
+    shares: list[int] = []
+    before = 0
     for end in ends:
         after = end * tokens // prompt_bytes
         shares.append(after - before)
@@ -102,7 +106,7 @@ def block_tokens(
 
 
 def _cumulative_with_images(
-    ends: Sequence[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
+    ends: list[int], prompt_bytes: int, tokens: int, images: Sequence[Span], tokens_per_image: int
 ) -> list[int]:
     """Tokens up to each block's end, in one walk over blocks and images: a prompt may have a million images."""
     text_bytes = max(1, prompt_bytes - sum(end - start for start, end in images))

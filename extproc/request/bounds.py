@@ -18,13 +18,23 @@ from policies.types import Reason, Refusal
 _INVALID = "invalid_request_error"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Bounds:
-    """The bounds of a config; None sets none. `items`: of one list of the prompt."""
+    """The bounds of a config, never changed; None sets none. `items`: of one list of the prompt."""
 
-    nesting: int | None = None
-    items: int | None = None
-    tokens: int | None = None
+    nesting: int | None
+    items: int | None
+    tokens: int | None
+
+    def __init__(
+        self,
+        nesting: int | None = None,
+        items: int | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        self.nesting = nesting
+        self.items = items
+        self.tokens = tokens
 
     def judge_body(self, body: bytes, prompt_fields: Iterable[memoryview]) -> Refusal | None:
         """A refusal for a JSON body, of whose prompt these are the fields' raw values, that is beyond a bound."""

@@ -8,10 +8,8 @@ hashed and measured, and unknown fields are never looked at. Which fields are th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache
-from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -19,7 +17,7 @@ from extproc.request import multipart
 from extproc.request.apis import Api
 from extproc.request.blocks import block_hashes, block_tokens, ends_of, hash_more, seed_of
 from extproc.request.bounds import Bounds
-from extproc.request.splice import Splice, insert_field, locate
+from extproc.request.splice import Splice, View, insert_field, locate
 from extproc.request.steps import Steps, at_once
 from extproc.request.tokens import (
     PART_BYTES,
@@ -34,95 +32,134 @@ from extproc.request.tokens import (
 )
 from policies.types import InferenceRequest, Kind, Reason, Refusal
 
-_NONE = msgspec.Raw(b"")
-_NOTHING = memoryview(b"")
-_INVALID = "invalid_request_error"
-_COMPLETION, _RESPONSE = Kind.COMPLETION, Kind.RESPONSE  # every request asks: by the enum each takes ten times as long
-_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_NONE: Final = msgspec.Raw(b"")
+_INVALID: Final = "invalid_request_error"
+_COMPLETION: Final = Kind.COMPLETION  # every request asks: by the enum each takes ten times as long
+_RESPONSE: Final = Kind.RESPONSE
+_BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_FIRST_OF_MARKS: Final = 0xEF
+"""None begins with less, and every JSON object does."""
 
 
-class _Body(msgspec.Struct):
-    """The fields that routing reads, whatever the API. Types are loose: the engine is the judge."""
+_COMMON: Final = (
+    ("model", msgspec.Raw, _NONE),
+    ("stream_options", msgspec.Raw, _NONE),
+    ("stream", Any, False),
+    ("max_completion_tokens", Any, None),
+    ("max_output_tokens", Any, None),
+    ("max_tokens", Any, None),
+    ("n", Any, None),
+    ("cache_salt", Any, None),
+    ("prompt_cache_key", Any, None),
+    ("user", Any, None),
+    ("previous_response_id", Any, None),
+    ("request_id", Any, None),
+    ("store", Any, None),
+)
+"""The fields that routing reads, whatever the API, and what they are where they are not there.
 
-    model: msgspec.Raw = _NONE
-    stream: Any = False
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
-    cache_salt: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    previous_response_id: Any = None
-    request_id: Any = None
-    store: Any = None
-    stream_options: msgspec.Raw = _NONE
-    nothing: ClassVar[msgspec.Raw] = _NONE
+Types are loose: the engine is the judge.
+"""
+_MODEL: Final = 0
+_RAWS: Final = 13
+"""So many they are; behind their values stand those of the fields of the API's row."""
 
-
-_Raws: TypeAlias = tuple[msgspec.Raw, ...]
-
-
-class _Reader(NamedTuple):
-    """How bodies of one API are read. `prompt` and `required` give the values of these fields of a decoded one."""
-
-    decode: Callable[[bytes], Any]
-    prompt: Callable[[Any], _Raws]
-    required: Callable[[Any], _Raws]
+_Values: TypeAlias = tuple[Any, ...]
 
 
-@cache
+class _Reader:
+    """How bodies of one API are read: into the common fields' values, and those of the row's fields, which stay raw.
+
+    `prompt_end`: where the prompt's end. `required`: where any value of those must be that are.
+    """
+
+    def __init__(self, api: Api) -> None:
+        fields = tuple(dict.fromkeys((*api.prompt, *api.required)))
+        raws = [(name, msgspec.Raw, _NONE) for name in fields]
+        self.decode: Any = msgspec.json.Decoder(msgspec.defstruct("_Body", [*_COMMON, *raws])).decode
+        self.prompt_end = _RAWS + len(api.prompt)
+        self.required = [_RAWS + fields.index(name) for name in api.required]
+
+
+_READERS: Final[dict[Api, _Reader]] = {}
+
+
 def _reader(api: Api) -> _Reader:
-    """Its body may have the row's fields beside the common ones; they stay raw. Cached for every row."""
-    fields = dict.fromkeys((*api.prompt, *api.required))
-    struct = msgspec.defstruct("_Body", [(name, msgspec.Raw, _NONE) for name in fields], bases=(_Body,))
-    return _Reader(msgspec.json.Decoder(struct).decode, _values(api.prompt), _values(api.required))
+    """Made once for every row."""
+    reader = _READERS.get(api)
+    if reader is None:
+        reader = _READERS[api] = _Reader(api)
+    return reader
 
 
-def _values(names: tuple[str, ...]) -> Callable[[Any], _Raws]:
-    """Gets them in one call; `nothing` twice, since of one name alone would come a value, and no tuple."""
-    return attrgetter(*names, "nothing", "nothing")
+_values_of: Final = msgspec.structs.astuple
+_decode_name: Final = msgspec.json.Decoder(str | None).decode
 
 
-_decode_name = msgspec.json.Decoder(str | None).decode
-
-_SetModel: TypeAlias = Callable[[bytes, "Parsed", str], Splice]
-
-
-def _set_json_model(body: bytes, parsed: Parsed, model: str) -> Splice:
-    name = msgspec.json.encode(model)
-    if not parsed.model_raw:
-        return insert_field(body, "model", name)
-    return Splice(*locate(body, parsed.model_raw), name)
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """What a request of the Responses API says of stored answers; `None` where it says nothing."""
+@dataclass(init=False)
+class Stored:
+    """What a request of the Responses API says of stored answers; `None` where it says nothing. Never changed."""
 
     wanted: bool
     own_id: str | None
     previous_id: str | None
 
+    def __init__(self, own_id: str | None, previous_id: str | None, *, wanted: bool) -> None:
+        self.wanted = wanted
+        self.own_id = own_id
+        self.previous_id = previous_id
 
-class Parsed(msgspec.Struct, frozen=True):
-    """A body that could be read; `prompt` is raw JSON, joined in the order a chat template uses it.
+
+@dataclass(init=False)
+class Parsed:
+    """A body that could be read, never changed; `prompt` is raw JSON, joined in the order a chat template uses it.
 
     Of a long body it is a view, where there is nothing to join.
     `model_raw` and `stream_options` are views of what stands in the body; empty where it has none.
+    `boundary`: what stands before every part of a form; empty where the body is JSON.
     """
 
     kind: Kind
     model: str
-    model_raw: memoryview
-    stream: bool = False
-    prompt: bytes | memoryview = b""
-    max_tokens: int | None = None
-    choices: int = 1
-    cache_salt: str | None = None
-    session_key: str | None = None
-    stored: Stored | None = None
-    stream_options: memoryview = _NOTHING
-    set_model: _SetModel = _set_json_model
+    model_raw: View
+    stream: bool
+    prompt: bytes | memoryview
+    max_tokens: int | None
+    choices: int
+    cache_salt: str | None
+    session_key: str | None
+    stored: Stored | None
+    stream_options: View
+    boundary: bytes
+
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        model_raw: View,
+        *,
+        stream: bool = False,
+        prompt: bytes | memoryview = b"",
+        max_tokens: int | None = None,
+        choices: int = 1,
+        cache_salt: str | None = None,
+        session_key: str | None = None,
+        stored: Stored | None = None,
+        stream_options: View = _NONE,
+        boundary: bytes = b"",
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.model_raw = model_raw
+        self.stream = stream
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.choices = choices
+        self.cache_salt = cache_salt
+        self.session_key = session_key
+        self.stored = stored
+        self.stream_options = stream_options
+        self.boundary = boundary
 
 
 def parse_body(
@@ -131,57 +168,74 @@ def parse_body(
     """Read one JSON body. A Refusal (400) for what no engine could serve, or what is beyond `bounds`."""
     if not body:
         return _no_body()
-    if body.startswith(_BYTE_ORDER_MARKS):
+    if body[0] >= _FIRST_OF_MARKS and body.startswith(_BYTE_ORDER_MARKS):
         return refuse("the body is not valid JSON: it begins with a byte order mark", Reason.INVALID_JSON)
     reader = _reader(api)
     try:
-        fields = reader.decode(body)
-        model = _model(fields.model, default_model)
+        values: _Values = _values_of(reader.decode(body))
+        model = _model(values[_MODEL], default_model)
     except msgspec.ValidationError as error:
         return refuse(f"the body cannot be read as a request: {error}", Reason.INVALID_JSON)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return refuse(f"the body is not valid JSON: {error}", Reason.INVALID_JSON)
     except RecursionError:
         return refuse("the body is nested too deeply", Reason.INVALID_JSON)
+    raws = values[_RAWS : reader.prompt_end]
     if bounds is not None:
-        refusal = bounds.judge_body(body, map(memoryview, reader.prompt(fields)))
+        refusal = bounds.judge_body(body, map(memoryview, raws))
         if refusal is not None:
             return refusal
     if not model:
         return no_model()
-    if api.required and not any(reader.required(fields)):
+    if reader.required and not any(values[place] for place in reader.required):
         return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
-    raws = reader.prompt(fields)
-    return _parsed(api, fields, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws, len(body)))
+    return _parsed(api.kind, values, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws, len(body)))
 
 
-def _joined(raws: _Raws, body_bytes: int) -> bytes | memoryview:
+def _joined(raws: _Values, body_bytes: int) -> bytes | memoryview:
     """All of them; one alone without a copy if it is most of the body, which a view keeps for as long as itself."""
     given = [raw for raw in raws if raw]
     return memoryview(given[0]) if len(given) == 1 and 2 * len(given[0]) > body_bytes else b"".join(given)
 
 
-def _parsed(api: Api, fields: Any, model: str, prompt: bytes | memoryview) -> Parsed:  # noqa: ANN401 - made at run time, from _Body
+def _parsed(kind: Kind, values: _Values, model: str, prompt: bytes | memoryview) -> Parsed:
     # a field that is not there, as most, costs no call
+    (
+        model_raw, stream_options, stream, completion_tokens, output_tokens, max_tokens, answers,
+        cache_salt, cache_key, user, previous_id, own_id, store,
+    ) = values[:_RAWS]  # fmt: skip
+    most: int | None = None
+    if completion_tokens is not None:
+        most = _count(completion_tokens)
+    if most is None and output_tokens is not None:
+        most = _count(output_tokens)
+    if most is None and max_tokens is not None:
+        most = _count(max_tokens)
+    choices = 1 if answers is None else _count(answers) or 1
+    if kind is _COMPLETION:
+        choices *= _prompts(values[_RAWS])
+    session_key = None if cache_key is None else _text(cache_key)
+    if session_key is None and user is not None:
+        session_key = _text(user)
+    stored: Stored | None = None
+    if kind is _RESPONSE:
+        stored = Stored(_text(own_id), _text(previous_id), wanted=store is not False)
     return Parsed(
-        kind=api.kind,
-        model=model,
-        model_raw=memoryview(fields.model),
-        stream=fields.stream is True,
+        kind,
+        model,
+        model_raw,
+        stream=stream is True,
         prompt=prompt,
-        max_tokens=(fields.max_completion_tokens and _count(fields.max_completion_tokens))
-        or (fields.max_output_tokens and _count(fields.max_output_tokens))
-        or (_count(fields.max_tokens) if fields.max_tokens else None),
-        choices=((fields.n and _count(fields.n)) or 1) * (_prompts(fields.prompt) if api.kind is _COMPLETION else 1),
-        cache_salt=_text(fields.cache_salt) if fields.cache_salt else None,
-        session_key=(fields.prompt_cache_key and _text(fields.prompt_cache_key))
-        or (_text(fields.user) if fields.user else None),
-        stored=_stored(fields) if api.kind is _RESPONSE else None,
-        stream_options=memoryview(fields.stream_options),
+        max_tokens=most,
+        choices=choices,
+        cache_salt=None if cache_salt is None else _text(cache_salt),
+        session_key=session_key,
+        stored=stored,
+        stream_options=stream_options,
     )
 
 
-_PROMPTS_IN_A_LIST = re.compile(rb"\s*\[\s*([\"\[])")
+_PROMPTS_IN_A_LIST: Final = re.compile(rb"\s*\[\s*([\"\[])")
 
 
 def _prompts(prompt: msgspec.Raw) -> int:
@@ -198,10 +252,6 @@ def _prompts(prompt: msgspec.Raw) -> int:
     return raw.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"') // 2
 
 
-def _stored(fields: _Body) -> Stored:
-    return Stored(fields.store is not False, _text(fields.request_id), _text(fields.previous_response_id))
-
-
 def parse_form(api: Api, content_type: str, body: bytes, default_model: str | None = None) -> Parsed | Refusal:
     """Find the model in a multipart form. A Refusal (400) for what no engine could serve."""
     if not body:
@@ -209,7 +259,8 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
     try:
         boundary = multipart.boundary_of(content_type)
         place = multipart.find_model(body, boundary)
-        named = memoryview(body)[slice(*place or (0, 0))]
+        start, end = place or (0, 0)
+        named = memoryview(body)[start:end]
         model = str(named, "utf-8") or default_model
     except multipart.NotAForm as error:
         return refuse(f"the body cannot be read as a form: {error}", Reason.INVALID_REQUEST)
@@ -218,13 +269,7 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
     if not model:
         return no_model()
 
-    def set_model(body: bytes, parsed: Parsed, model: str) -> Splice:
-        if parsed.model_raw:
-            return Splice(*locate(body, parsed.model_raw), model.encode())
-        start = body.index(boundary)
-        return Splice(start, start, multipart.model_part(boundary, model))
-
-    return Parsed(api.kind, model, named, set_model=set_model)
+    return Parsed(api.kind, model, named, boundary=boundary)
 
 
 def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: str | None = None) -> InferenceRequest:
@@ -232,7 +277,8 @@ def to_request(parsed: Parsed, model: str, rates: TokenRates, *, session_key: st
     prompt = parsed.prompt
     if len(prompt) > PART_BYTES:
         return at_once(request_steps(parsed, model, rates, session_key=session_key))
-    prompt = bytes(prompt)
+    if not isinstance(prompt, bytes):
+        prompt = bytes(prompt)
     images = image_spans(prompt)
     tokens = prompt_tokens(prompt, images, rates) if images else estimate_tokens(prompt, rates)
     hashes, ends = block_hashes(prompt, seed_of(model, None, parsed.cache_salt))
@@ -282,12 +328,24 @@ def _request(
 
 def model_edits(body: bytes, parsed: Parsed, model: str) -> tuple[Splice, ...]:
     """What makes `body`, from which `parsed` was read, name `model`; nothing if it does."""
-    if model == parsed.model and parsed.model_raw and bytes(parsed.model_raw) != _NULL:
+    length = len(parsed.model_raw)
+    if model == parsed.model and length and (length != len(_NULL) or bytes(parsed.model_raw) != _NULL):
         return ()
-    return (parsed.set_model(body, parsed, model),)
+    return (_set_model(body, parsed, model),)
 
 
-_NULL = b"null"
+def _set_model(body: bytes, parsed: Parsed, model: str) -> Splice:
+    boundary = parsed.boundary
+    if len(parsed.model_raw):
+        start, end = locate(body, parsed.model_raw)
+        return Splice(start, end, model.encode() if boundary else msgspec.json.encode(model))
+    if not boundary:
+        return insert_field(body, "model", msgspec.json.encode(model))
+    start = body.index(boundary)
+    return Splice(start, start, multipart.model_part(boundary, model))
+
+
+_NULL: Final = b"null"
 
 
 def _model(raw: msgspec.Raw, default: str | None) -> str | None:

@@ -7,13 +7,11 @@ anything: the same plan serves live requests and `explain`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec.structs import replace as with_changed
 
 from extproc.config.generations import Generation, Space, Target
 from extproc.request import encodings
@@ -34,28 +32,17 @@ from extproc.request.stored import PREFIX, StoredResponses
 from extproc.request.usage import AskedBy, ask_for_usage
 from policies.types import InferenceRequest, Reason, Refusal
 
-_INVALID = "invalid_request_error"
-_FORM = ModelIn.FORM  # every request asks: by the enum it takes ten times as long
-_LONGEST_MODEL = 256
+_INVALID: Final = "invalid_request_error"
+_FORM: Final = ModelIn.FORM  # every request asks: by the enum each takes ten times as long
+_JSON: Final = ModelIn.JSON
+_PATH: Final = ModelIn.PATH
+_LONGEST_MODEL: Final = 256
 """As the config takes them: a longer one cannot be served, and must not fill a log."""
 
 
-class Incoming(msgspec.Struct, frozen=True):
-    """One request as it came, under the id we gave it. `read`: what was found in its body, if it was read before.
-
-    That was by the generation that plans it now. `tenant`: whose it is; None where everybody may call.
-    """
-
-    api: Api
-    headers: Mapping[str, str]
-    body: bytes
-    request_id: str
-    read: Read | Refusal | None = None
-    tenant: str | None = None
-
-
-class Read(msgspec.Struct, frozen=True):
-    """What was found in a body: all of a plan that takes time in proportion to its length.
+@dataclass(init=False)
+class Read:
+    """What was found in a body, never changed: all of a plan that takes time in proportion to its length.
 
     It holds under the generation it was read by. `plain`: the body as it was before the client compressed it.
     """
@@ -66,31 +53,99 @@ class Read(msgspec.Struct, frozen=True):
     target: Target
     request: InferenceRequest
 
+    def __init__(
+        self,
+        generation: Generation,
+        plain: bytes,
+        parsed: Parsed,
+        target: Target,
+        request: InferenceRequest,
+    ) -> None:
+        self.generation = generation
+        self.plain = plain
+        self.parsed = parsed
+        self.target = target
+        self.request = request
 
-class Plan(msgspec.Struct, frozen=True):
-    """What to do with a request, short of an endpoint. `response_id`: the answer may be asked for again by this id.
 
-    `usage_asked_by`: who asked a stream for its usage, where that is our business.
+@dataclass(init=False)
+class Incoming:
+    """One request as it came, under the id we gave it; never changed.
+
+    `read`: what was found in its body, if it was read before, by the generation that plans it now. `tenant`: whose it
+    is; None where everybody may call.
+    """
+
+    api: Api
+    headers: Mapping[str, str]
+    body: bytes
+    request_id: str
+    read: Read | Refusal | None
+    tenant: str | None
+
+    def __init__(
+        self,
+        api: Api,
+        headers: Mapping[str, str],
+        body: bytes,
+        request_id: str,
+        read: Read | Refusal | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        self.api = api
+        self.headers = headers
+        self.body = body
+        self.request_id = request_id
+        self.read = read
+        self.tenant = tenant
+
+
+@dataclass(init=False)
+class Plan:
+    """What to do with a request, short of an endpoint; never changed.
+
+    `response_id`: the answer may be asked for again by this id. `usage_asked_by`: who asked a stream for its usage,
+    where that is our business.
     """
 
     target: Target
     request: InferenceRequest
-    splices: tuple[Splice, ...] = ()
-    remove_headers: tuple[str, ...] = ()
-    response_id: str | None = None
-    usage_asked_by: AskedBy | None = None
+    splices: tuple[Splice, ...]
+    remove_headers: tuple[str, ...]
+    response_id: str | None
+    usage_asked_by: AskedBy | None
+
+    def __init__(
+        self,
+        target: Target,
+        request: InferenceRequest,
+        splices: tuple[Splice, ...] = (),
+        remove_headers: tuple[str, ...] = (),
+        response_id: str | None = None,
+        usage_asked_by: AskedBy | None = None,
+    ) -> None:
+        self.target = target
+        self.request = request
+        self.splices = splices
+        self.remove_headers = remove_headers
+        self.response_id = response_id
+        self.usage_asked_by = usage_asked_by
 
 
 def make_plan(generation: Generation, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
     """Read the request. A Refusal for one that leads nowhere, or where its tenant sees nothing."""
-    space = generation.space_of(incoming.tenant)
-    plan = _READERS[incoming.api.model_in](generation, space, stored, incoming)
+    space, model_in = generation.space_of(incoming.tenant), incoming.api.model_in
+    plan: Plan | Refusal
+    if model_in is _JSON or model_in is _FORM:
+        plan = _from_body(generation, space, stored, incoming)
+    else:
+        plan = _WITHOUT_BODY[model_in](generation, space, stored, incoming)
     if space.pools is None or isinstance(plan, Refusal):
         return plan
     if space.sees(plan.target):
-        plan.request.policy = space.policies.get(plan.target.pool.name)
+        plan.request.policy = space.policies.get(plan.target.pool_name)
         return plan
-    if incoming.api.model_in is ModelIn.PATH:
+    if model_in is _PATH:
         return unknown_path(path_of(incoming.headers))
     return _unknown_model(plan.request.asked_model)
 
@@ -138,7 +193,9 @@ def _parse(generation: Generation, space: Space, incoming: Incoming, plain: byte
 
 def _read_before(read: Read | Refusal) -> Read | Refusal:
     """What was read of it before. A plan has a request of its own to change."""
-    return with_changed(read, request=copy(read.request)) if isinstance(read, Read) else read
+    if isinstance(read, Refusal):
+        return read
+    return Read(read.generation, read.plain, read.parsed, read.target, replace(read.request))
 
 
 def _from_body(generation: Generation, space: Space, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
@@ -150,17 +207,21 @@ def _from_body(generation: Generation, space: Space, stored: StoredResponses, in
         refusal = _judge_parsed(generation, stored, incoming, parsed, request)
         if refusal is not None:
             return replace(refusal, asked_model=parsed.model)
-    own_id, edits, usage = None, model_edits(plain, parsed, target.model), None
-    if parsed.stored is not None:
-        _stay_with_previous(request, parsed.stored.previous_id, stored, incoming.tenant)
-        if parsed.stored.wanted:
-            own_id = parsed.stored.own_id or PREFIX + incoming.request_id
-            if parsed.stored.own_id is None:
-                edits = (*edits, insert_field(plain, "request_id", msgspec.json.encode(own_id)))
+    own_id: str | None = None
+    asked_by: AskedBy | None = None
+    edits = model_edits(plain, parsed, target.model)
+    said = parsed.stored
+    if said is not None:
+        _stay_with_previous(request, said.previous_id, stored, incoming.tenant)
+        if said.wanted:
+            own_id = said.own_id or PREFIX + incoming.request_id
+            if said.own_id is None:
+                edits += (insert_field(plain, "request_id", msgspec.json.encode(own_id)),)
     if space.injects_usage:
         usage = ask_for_usage(plain, parsed)
-        edits += usage.splices if usage else ()
-    asked_by = usage.by if usage else None
+        if usage is not None:
+            edits += usage.splices
+            asked_by = usage.by
     if not edits or plain is incoming.body:
         return Plan(target, request, edits, response_id=own_id, usage_asked_by=asked_by)
     # what was compressed goes on as it came, unless it has to be changed
@@ -192,7 +253,7 @@ def plain_body(generation: Generation, headers: Mapping[str, str], body: bytes) 
     if not encoding_of(headers):
         return body
     try:
-        return encodings.inflate(body, generation.config.limits.request_body_bytes)
+        return encodings.inflate(body, generation.largest_body_bytes)
     except encodings.TooLarge:
         return too_large(generation)
     except encodings.Corrupt as error:
@@ -240,7 +301,7 @@ def _from_query(_: Generation, space: Space, _stored: StoredResponses, incoming:
     return _unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
 
 
-_MOST_QUERY_FIELDS = 100
+_MOST_QUERY_FIELDS: Final = 100
 
 
 def _from_path(generation: Generation, _: Space, _stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
@@ -261,16 +322,17 @@ def _from_response_id(generation: Generation, _: Space, stored: StoredResponses,
     return Plan(target, request)
 
 
+_NOTHING: Final = memoryview(b"")
+
+
 def _bare_request(incoming: Incoming, asked_model: str, target: Target) -> InferenceRequest:
     """A request of which the body, if any, says nothing to us."""
-    nothing = Parsed(incoming.api.kind, asked_model, memoryview(b""))
+    nothing = Parsed(incoming.api.kind, asked_model, _NOTHING)
     return to_request(nothing, target.model, target.rates, session_key=_session(incoming.headers))
 
 
 _Reader: TypeAlias = Callable[[Generation, Space, StoredResponses, Incoming], Plan | Refusal]
-_READERS: dict[ModelIn, _Reader] = {
-    ModelIn.JSON: _from_body,
-    ModelIn.FORM: _from_body,
+_WITHOUT_BODY: Final[dict[ModelIn, _Reader]] = {
     ModelIn.QUERY: _from_query,
     ModelIn.PATH: _from_path,
     ModelIn.RESPONSE_ID: _from_response_id,
@@ -282,7 +344,7 @@ _READERS: dict[ModelIn, _Reader] = {
 
 def too_large(generation: Generation) -> Refusal:
     """The body, or what it inflates to, is beyond the limit."""
-    limit = generation.config.limits.request_body_bytes
+    limit = generation.largest_body_bytes
     return Refusal(413, _INVALID, f"the body is larger than {limit} bytes", Reason.BODY_TOO_LARGE)
 
 

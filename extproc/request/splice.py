@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
 
-class Splice(msgspec.Struct, frozen=True):
-    """Put `text` in the place of `body[start:end]`."""
+@dataclass(init=False)
+class Splice:
+    """Put `text` in the place of `body[start:end]`. Never changed."""
 
     start: int
     end: int
     text: bytes
+
+    def __init__(
+        self,
+        start: int,
+        end: int,
+        text: bytes,
+    ) -> None:
+        self.start = start
+        self.end = end
+        self.text = text
 
 
 def apply(body: bytes, splices: Sequence[Splice]) -> bytes:
     """The body with every splice applied. Splices must not overlap."""
     parts = []
     position = 0
-    for splice in sorted(splices, key=lambda splice: splice.start):
+    for splice in sorted(splices, key=attrgetter("start")):
         if splice.start < position:
             raise AssertionError("splices overlap")
         parts += [body[position : splice.start], splice.text]
@@ -29,6 +43,9 @@ def apply(body: bytes, splices: Sequence[Splice]) -> bytes:
     parts.append(body[position:])
     return b"".join(parts)
 
+
+View: TypeAlias = memoryview | msgspec.Raw
+"""Of a part of a body."""
 
 _NOTHING_MORE = re.compile(rb"\s*\}")
 
@@ -40,7 +57,7 @@ def insert_field(body: bytes, name: str, value: bytes) -> Splice:
     return Splice(start, start, b'"%s":%s%s' % (name.encode(), value, comma))
 
 
-def locate(body: bytes, raw: memoryview) -> tuple[int, int]:
+def locate(body: bytes, raw: View) -> tuple[int, int]:
     """Where `raw`, a view that msgspec made into `body`, starts and ends.
 
     By address, not by search: of two equal values, or a key given twice, only the one that was parsed is meant.
@@ -51,6 +68,6 @@ def locate(body: bytes, raw: memoryview) -> tuple[int, int]:
     return start, start + len(raw)
 
 
-def _address(buffer: bytes | memoryview) -> int:
+def _address(buffer: bytes | View) -> int:
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address

@@ -10,20 +10,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 from cachetools import LRUCache
 
 from extproc.flight import Flight
 
-PREFIX = "resp_"
+PREFIX: Final = "resp_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Made:
     """An answer: whose flight it was, and under which name its engine knows the model."""
 
     flight: Flight
     model: str
+
+    def __init__(
+        self,
+        flight: Flight,
+        model: str,
+    ) -> None:
+        self.flight = flight
+        self.model = model
 
 
 class StoredResponses:

@@ -9,38 +9,53 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from extproc.request.steps import Steps, at_once
 
-_FIRST_CJK_LEAD, _CJK_LEADS = 0xE3, 11
+_FIRST_CJK_LEAD: Final = 0xE3
+_CJK_LEADS: Final = 11
 """First bytes of UTF-8 for U+3000..U+DFFF: kana, CJK ideographs, Hangul. Each starts a 3-byte character."""
-_ESCAPE = b"\\u"
-_ESCAPE_BYTES = 6
-PART_BYTES = 65_536
+_ESCAPE: Final = b"\\u"
+_ESCAPE_BYTES: Final = 6
+_BACKSLASH: Final = 0x5C
+_SEMICOLON: Final = 0x3B
+PART_BYTES: Final = 65_536
 """Of a long text, which is asked everything in parts: each stays in the processor's cache for all questions.
 
 The whole does not, and to fetch it again takes longer than any of them.
 """
-PARTS_A_STEP = 16
+PARTS_A_STEP: Final = 16
 """About a millisecond."""
-_SHORT_BYTES = 4096
+_SHORT_BYTES: Final = 4096
 """Below this an array costs more than it saves."""
-_DATA_MARK = b";base64,"
-_DATA_URL = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
+_DATA_MARK: Final = b";base64,"
+_MARK_BYTES: Final = 8
+_DATA_URL: Final = re.compile(rb'"data:[^",]{0,200};base64,[^"]*"')
 """Any media type, with parameters and escaped slashes; bounded, so that no input makes it search twice."""
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class TokenRates:
-    """What a model's text costs; from the pool's config."""
+    """What a model's text costs; from the pool's config, never changed."""
 
-    bytes_per_token: float = 4.0
-    tokens_per_cjk_character: float = 1.5
-    tokens_per_image: int = 1024
+    bytes_per_token: float
+    tokens_per_cjk_character: float
+    tokens_per_image: int
+
+    def __init__(
+        self,
+        bytes_per_token: float = 4.0,
+        tokens_per_cjk_character: float = 1.5,
+        tokens_per_image: int = 1024,
+    ) -> None:
+        self.bytes_per_token = bytes_per_token
+        self.tokens_per_cjk_character = tokens_per_cjk_character
+        self.tokens_per_image = tokens_per_image
 
 
 def estimate_tokens(text: bytes, rates: TokenRates) -> int:
@@ -48,7 +63,7 @@ def estimate_tokens(text: bytes, rates: TokenRates) -> int:
     if len(text) > PART_BYTES:
         return at_once(_estimate_steps(text, rates))
     cjk = 0 if text.isascii() else _cjk_characters(text)
-    escaped = _count_pair(text, _ESCAPE) if b"\\" in text else 0
+    escaped = _count_pair(text, _ESCAPE) if _BACKSLASH in text else 0
     return _tokens(len(text), cjk, escaped, rates)
 
 
@@ -56,19 +71,22 @@ class Count:
     """What is counted of a long text, part by part. `images`: there may be some."""
 
     def __init__(self) -> None:
-        self._cjk = self._escaped = self._bytes = 0
+        self._cjk = 0
+        self._escaped = 0
+        self._bytes = 0
         self.images = False
 
     def add(self, text: bytes | memoryview, start: int) -> None:
         """The part that starts there."""
-        part = bytes(text[start : start + PART_BYTES + len(_DATA_MARK) - 1])  # as far as what begins in it may reach
+        part = bytes(text[start : start + PART_BYTES + _MARK_BYTES - 1])  # as far as what begins in it may reach
         size = min(PART_BYTES, len(text) - start)
         self._bytes += size
         if not part.isascii():
             self._cjk += _cjk_characters(part[:size])
-        if b"\\" in part:
+        if _BACKSLASH in part:
             self._escaped += _count_pair(part[: size + 1], _ESCAPE)
-        self.images |= _may_have_images(part)
+        if not self.images:
+            self.images = _may_have_images(part)
 
     def tokens(self, rates: TokenRates) -> int:
         """Of all parts, at least 1."""
@@ -114,7 +132,7 @@ def image_spans(text: bytes) -> list[Span]:
 
 def _may_have_images(text: bytes) -> bool:
     # prose has no semicolon, which is the cheapest question; searching backwards takes half as long as forwards
-    return b";" in text and text.rfind(_DATA_MARK) >= 0
+    return _SEMICOLON in text and text.rfind(_DATA_MARK) >= 0
 
 
 def prompt_tokens(text: bytes, images: Sequence[Span], rates: TokenRates) -> int:

@@ -8,27 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-PRIORITY_HEADER = "x-pointsman-priority"
-OBJECTIVE_HEADER = "x-gateway-inference-objective"
-ENGINE_PRIORITY_HEADER = "x-vllm-priority"
-FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
-_LONGEST_FLOW = 128
-_SLO_HEADERS = ("x-pointsman-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-_LONGEST_NUMBER = 18
-_MOST = 100
+PRIORITY_HEADER: Final = "x-pointsman-priority"
+OBJECTIVE_HEADER: Final = "x-gateway-inference-objective"
+ENGINE_PRIORITY_HEADER: Final = "x-vllm-priority"
+FAIRNESS_HEADER: Final = "x-gateway-inference-fairness-id"
+_LONGEST_FLOW: Final = 128
+_SLO_HEADERS: Final = ("x-pointsman-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+_LONGEST_NUMBER: Final = 18
+_MOST: Final = 100
 """Steps of priority either way; more would be the same as another class."""
-_LONGEST_SLO_MS = 3_600_000
-_SHORTEST_SLO_MS = 100
+_LONGEST_SLO_MS: Final = 3_600_000
+_SHORTEST_SLO_MS: Final = 100
 """Nobody is due sooner: by asking for nothing at all a client would pass everybody who says what he needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Urgency:
     """A class by name, and a priority in it, lower is sooner."""
 
     class_name: str
-    priority: int = 0
+    priority: int
+
+    def __init__(
+        self,
+        class_name: str,
+        priority: int = 0,
+    ) -> None:
+        self.class_name = class_name
+        self.priority = priority
 
 
 def urgency_of(

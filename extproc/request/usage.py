@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from extproc.request.parsing import Parsed
-from extproc.request.splice import Splice, insert_field, locate
+from extproc.request.splice import Splice, View, insert_field, locate
 from policies.types import Kind
 
 
@@ -27,22 +27,27 @@ class AskedBy(StrEnum):
     """The client said no."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class UsageAsked:
     """Who asked, and what has to be written into the body for that."""
 
     by: AskedBy
-    splices: tuple[Splice, ...] = ()
+    splices: tuple[Splice, ...]
+
+    def __init__(
+        self,
+        by: AskedBy,
+        splices: tuple[Splice, ...] = (),
+    ) -> None:
+        self.by = by
+        self.splices = splices
 
 
-class _Options(msgspec.Struct):
-    include_usage: Any = msgspec.UNSET
-
-
+_Options: Any = msgspec.defstruct("_Options", [("include_usage", Any, msgspec.UNSET)])
 _decode = msgspec.json.Decoder(_Options).decode
 _KINDS = frozenset({Kind.CHAT, Kind.COMPLETION})
-_WANTED = b'{"include_usage":true}'
-_NULL = b"null"
+_WANTED: Final = b'{"include_usage":true}'
+_NULL: Final = b"null"
 
 
 def ask_for_usage(body: bytes, parsed: Parsed) -> UsageAsked | None:
@@ -52,8 +57,9 @@ def ask_for_usage(body: bytes, parsed: Parsed) -> UsageAsked | None:
     raw = parsed.stream_options
     if not raw:
         return UsageAsked(AskedBy.US, (insert_field(body, "stream_options", _WANTED),))
-    if raw == _NULL:
-        return UsageAsked(AskedBy.US, (Splice(*locate(body, raw), _WANTED),))
+    if len(raw) == len(_NULL) and bytes(raw) == _NULL:
+        start, end = locate(body, raw)
+        return UsageAsked(AskedBy.US, (Splice(start, end, _WANTED),))
     try:
         said = _decode(raw).include_usage
     except msgspec.MsgspecError:
@@ -63,7 +69,7 @@ def ask_for_usage(body: bytes, parsed: Parsed) -> UsageAsked | None:
     return UsageAsked(AskedBy.NOBODY) if said is not msgspec.UNSET else _inserted(body, raw)
 
 
-def _inserted(body: bytes, options: memoryview) -> UsageAsked:
+def _inserted(body: bytes, options: View) -> UsageAsked:
     start, end = locate(body, options)
     member = insert_field(body[start:end], "include_usage", b"true")
     return UsageAsked(AskedBy.US, (Splice(start + member.start, start + member.end, member.text),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,6 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf import any_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
 from extproc.names import DESTINATION_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
