@@ -16,9 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
-
-import msgspec
+from typing import Final, Protocol
 
 from extproc.access.gate import Caller
 from extproc.config.generations import Generation
@@ -53,8 +51,8 @@ TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 BROKE = "status_500"
 """Why an attempt failed: the endpoint answered 500. It shuts down, or is broken, or the request breaks it."""
 
-_OK = 200
-_MOST_SETTLED = 1_000
+_OK: Final = 200
+_MOST_SETTLED: Final = 1_000
 """Settled requests kept: a tenth of a second at 10,000 requests a second, where the logs are 10 ms apart."""
 
 
@@ -67,12 +65,14 @@ class Stage(IntEnum):
 
 
 # asked for by every request: a member is found far sooner by a name of our own
-_OPEN, _RESERVED, _RELEASED = Stage.OPEN, Stage.RESERVED, Stage.RELEASED
+_OPEN: Final = Stage.OPEN
+_RESERVED: Final = Stage.RESERVED
+_RELEASED: Final = Stage.RELEASED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Attempt:
-    """One try at one endpoint, as the upstream log tells it. `failed` says why it came to nothing, if it did.
+    """One try at one endpoint, as the upstream log tells it; never changed. `failed`: why it came to nothing, if so.
 
     `number`: of the request's tries, from 1.
     """
@@ -80,21 +80,43 @@ class Attempt:
     request_id: str
     address: str | None
     failed: str | None
-    number: int = 1
+    number: int
+
+    def __init__(
+        self,
+        request_id: str,
+        address: str | None,
+        failed: str | None,
+        number: int = 1,
+    ) -> None:
+        self.request_id = request_id
+        self.address = address
+        self.failed = failed
+        self.number = number
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request as the engine counted them; `cached_tokens` None where it does not say."""
+@dataclass(init=False)
+class Usage:
+    """Tokens of one request as the engine counted them, never changed; `cached_tokens` None where it does not say."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
 
+    def __init__(
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.cached_tokens = cached_tokens
 
-class Completion(msgspec.Struct, frozen=True):
-    """How a request went, as the access log tells it. Times in seconds; None where Envoy did not measure it.
 
-    Made by C, as policies/types.py has it: of each request there is one.
+@dataclass(init=False)
+class Completion:
+    """How a request went, as the access log tells it; never changed. Times in seconds, None where Envoy took none.
 
     `upstream_s`: from all of it sent to the endpoint until the last byte of the answer; `ttft_s`: the same until the
     first.
@@ -114,10 +136,44 @@ class Completion(msgspec.Struct, frozen=True):
     ttft_s: float | None
     request_bytes: int
     response_bytes: int
-    usage: Usage | None = None
-    path: str = ""
-    upstream_s: float | None = None
-    odd: str = ""
+    usage: Usage | None
+    path: str
+    upstream_s: float | None
+    odd: str
+
+    def __init__(
+        self,
+        request_id: str,
+        address: str | None,
+        status: int,
+        flags: tuple[str, ...],
+        details: str,
+        attempts: int,
+        failed: str | None,
+        duration_s: float | None,
+        ttft_s: float | None,
+        request_bytes: int,
+        response_bytes: int,
+        usage: Usage | None = None,
+        path: str = "",
+        upstream_s: float | None = None,
+        odd: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.address = address
+        self.status = status
+        self.flags = flags
+        self.details = details
+        self.attempts = attempts
+        self.failed = failed
+        self.duration_s = duration_s
+        self.ttft_s = ttft_s
+        self.request_bytes = request_bytes
+        self.response_bytes = response_bytes
+        self.usage = usage
+        self.path = path
+        self.upstream_s = upstream_s
+        self.odd = odd
 
     @property
     def client_left(self) -> bool:
@@ -130,7 +186,7 @@ class Completion(msgspec.Struct, frozen=True):
         return not TIMED_OUT.isdisjoint(self.flags)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Note:
     """What a request log will tell of a routed request beside what a Flight knows; made only where there is one.
 
@@ -144,6 +200,25 @@ class Note:
     stream: bool
     first_endpoint: str
     prompt: bytes
+
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        asked_model: str,
+        model: str,
+        first_endpoint: str,
+        prompt: bytes,
+        *,
+        stream: bool,
+    ) -> None:
+        self.path = path
+        self.kind = kind
+        self.asked_model = asked_model
+        self.model = model
+        self.stream = stream
+        self.first_endpoint = first_endpoint
+        self.prompt = prompt
 
 
 class FlightEvents(Protocol):
@@ -175,7 +250,7 @@ class Wait(Protocol):
         """Give it up: the client has gone."""
 
 
-class Flight(msgspec.Struct, eq=False):
+class Flight:
     """One request. Everything it takes hangs here; `close()` gives it back exactly once."""
 
     _flights: Flights
@@ -210,6 +285,11 @@ class Flight(msgspec.Struct, eq=False):
     hold_s: float = 0.0  # how long the gateway waits for us
     wait: Wait | None = None  # while it has its place in a queue
     waits_since_s: float | None = None
+
+    def __init__(self, flights: Flights, opened_at_s: float, request_id: str) -> None:
+        self._flights = flights
+        self.opened_at_s = opened_at_s
+        self.request_id = request_id
 
     @property
     def tenant(self) -> str | None:

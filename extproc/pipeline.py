@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import structlog
-from msgspec.structs import replace as with_changed
 
 from extproc.access.gate import gate_of
+from extproc.asked import Asked
 from extproc.breaking import Breaking
 from extproc.config.generations import Generation, Target
 from extproc.config.schema import Pool
@@ -54,14 +54,16 @@ from extproc.request.plans import Incoming, Plan, Read, encoding_of, make_plan, 
 from extproc.request.stored import Made, StoredResponses
 from extproc.request.urgency import PRIORITY_HEADER, Urgency, flow_of, slo_ttft_s
 from extproc.retries import RetryBudgets
-from extproc.waiting import INTERNAL_ERROR, Asked, Held, WaitingEvents, WaitingRoom, WaitingRooms
+from extproc.waiting import INTERNAL_ERROR, Held, WaitingEvents, WaitingRoom, WaitingRooms
 from policies.placement.placement import Placement, Unplaceable
 from policies.types import Decision, Fallback, InferenceRequest, Kind, Reason, Refusal, Reservation
 
 log = structlog.get_logger(__name__)
 
 _INVALID = "invalid_request_error"
-_NOWHERE, _FORM = ModelIn.NOWHERE, ModelIn.FORM  # every request asks: by the enum each takes ten times as long
+# every request asks: by the enum each takes ten times as long
+_NOWHERE: Final = ModelIn.NOWHERE
+_FORM: Final = ModelIn.FORM
 _INFLATED_AT_ONCE_BYTES = 256 * 1024
 """What is inflated on the loop: about a millisecond of text."""
 
@@ -610,7 +612,14 @@ def _without_forged(generation: Generation, headers: Mapping[str, str], plan: Pl
     A trusted hop's tenant is no forgery.
     """
     forged = FORGED_HEADERS & headers.keys() - {generation.config.access.tenant_header}
-    return with_changed(plan, remove_headers=(*plan.remove_headers, *sorted(forged)))
+    return Plan(
+        plan.target,
+        plan.request,
+        splices=plan.splices,
+        remove_headers=(*plan.remove_headers, *sorted(forged)),
+        response_id=plan.response_id,
+        usage_asked_by=plan.usage_asked_by,
+    )
 
 
 def _held_bytes(asked: Asked) -> int:

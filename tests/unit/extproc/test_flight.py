@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from msgspec.structs import replace
+from dataclasses import replace
 
 from extproc.flight import Attempt, Completion, Flight, Flights, Stage, Usage
 from policies.fleet_state import FleetState

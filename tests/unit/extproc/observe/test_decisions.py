@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from dataclasses import replace
 
 from extproc.observe import decisions
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
