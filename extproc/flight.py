@@ -283,13 +283,14 @@ class Flight:
     note: Note | None = None
     trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
     hold_s: float = 0.0  # how long the gateway waits for us
-    wait: Wait | None = None  # while it has its place in a queue
+    wait: Wait | None  # while it has its place in a queue
     waits_since_s: float | None = None
 
     def __init__(self, flights: Flights, opened_at_s: float, request_id: str) -> None:
         self._flights = flights
         self.opened_at_s = opened_at_s
         self.request_id = request_id
+        self.wait = None  # here: of a Protocol's attribute mypyc forgets what the class says
 
     @property
     def tenant(self) -> str | None:
