@@ -7,6 +7,7 @@ anything: the same plan serves live requests and `explain`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import TypeAlias
 from urllib.parse import parse_qs
@@ -137,7 +138,7 @@ def _parse(generation: Generation, space: Space, incoming: Incoming, plain: byte
 
 def _read_before(read: Read | Refusal) -> Read | Refusal:
     """What was read of it before. A plan has a request of its own to change."""
-    return with_changed(read, request=replace(read.request)) if isinstance(read, Read) else read
+    return with_changed(read, request=copy(read.request)) if isinstance(read, Read) else read
 
 
 def _from_body(generation: Generation, space: Space, stored: StoredResponses, incoming: Incoming) -> Plan | Refusal:
