@@ -432,8 +432,8 @@ class Pipeline:
             request.model,
             terms + generation.engine_priority(asked.headers, target, request),
             plan.splices,
-            target.list_for_all,
-            plan.remove_headers + generation.hidden_headers,
+            remove_headers=plan.remove_headers + generation.hidden_headers,
+            list_for_all=target.list_for_all,
         )
 
     def _terms(self, target: Target, placement: Placement, request: InferenceRequest, decision: Decision) -> Headers:
