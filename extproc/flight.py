@@ -11,9 +11,8 @@ nor how it went).
 from __future__ import annotations
 
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol
@@ -30,21 +29,31 @@ from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.types import Decision, InferenceRequest, Reservation
 
-REQUEST_ID_BYTES = 12
+REQUEST_ID_BYTES: Final = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
-_IDS_AT_ONCE = 256
+_IDS_AT_ONCE: Final = 256
 
 LONGEST_PATH = 200
 """Characters of a path that are remembered."""
 
 
-def _request_ids() -> Iterator[str]:
+class _RequestIds:
     """No one can be told from others. Many at once: the kernel takes longer to be asked than to answer."""
-    while True:
-        yield from re.findall("." * 2 * REQUEST_ID_BYTES, os.urandom(REQUEST_ID_BYTES * _IDS_AT_ONCE).hex())
+
+    def __init__(self) -> None:
+        self._digits = ""
+        self._next = 0
+
+    def next(self) -> str:
+        """One that nobody has yet."""
+        if self._next >= len(self._digits):
+            self._digits, self._next = os.urandom(REQUEST_ID_BYTES * _IDS_AT_ONCE).hex(), 0
+        first = self._next
+        self._next = first + 2 * REQUEST_ID_BYTES
+        return self._digits[first : self._next]
 
 
-_next_id = _request_ids().__next__
+_request_ids: Final = _RequestIds()
 
 TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 """Names of Envoy's response flags for its time limits: on a try, on the whole, on silence."""
@@ -374,7 +383,7 @@ class Flights:
     def open(self) -> Flight:
         """A stream opened."""
         self.opened += 1
-        return Flight(self, self._clock(), _next_id())
+        return Flight(self, self._clock(), _request_ids.next())
 
     def track(self, flight: Flight) -> None:
         """Make a reserved flight findable by its request id."""
