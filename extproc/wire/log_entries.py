@@ -18,9 +18,10 @@ from extproc.flight import LONGEST_PATH, TIMED_OUT, Attempt, Completion, Usage
 from extproc.names import ATTEMPT_HEADER, METADATA_NAMESPACE, REQUEST_ID_HEADER, USAGE_NAMESPACE
 from extproc.wire.messages import Malformed
 
+_DOWNSTREAM_END: Final = int(accesslog_pb2.DownstreamEnd)
+"""Or 0, of those that do not say."""
 _UPSTREAM_END: Final = int(accesslog_pb2.UpstreamEnd)
 _UPSTREAM_TYPES: Final = (int(accesslog_pb2.UpstreamPoolReady), int(accesslog_pb2.UpstreamPeriodic), _UPSTREAM_END)
-_FINAL_TYPES: Final = (int(accesslog_pb2.DownstreamEnd), int(accesslog_pb2.NotSet))
 _CLIENT_LEFT: Final = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
 """Flags that mean the client ended it; what happens to the endpoint's connection then is not the endpoint's doing."""
 _ENDPOINT_FAILED: Final = frozenset(
@@ -114,12 +115,16 @@ class _Entry:
 
 def _add(found: list[Attempt | Completion | Malformed], entry: _Entry) -> None:
     try:
-        if entry.kind in _FINAL_TYPES and not entry.intermediate:
+        if _is_final(entry):
             found.append(_completion(entry))
         elif entry.kind in _UPSTREAM_TYPES:
             found.append(_attempt(entry))
     except Exception as error:  # noqa: BLE001 - one odd entry must not take the others with it
         found.append(Malformed(str(error)))
+
+
+def _is_final(entry: _Entry) -> bool:
+    return (entry.kind == _DOWNSTREAM_END or not entry.kind) and not entry.intermediate
 
 
 def _attempt(entry: _Entry) -> Attempt:
@@ -262,45 +267,58 @@ def _read_entry(raw: bytes, at: int, end: int, entry: _Entry) -> None:
 
 
 def _read_common(raw: bytes, at: int, end: int, entry: _Entry) -> None:
+    """AccessLogCommon."""
     while at < end:
         tag, after = _varint(raw, at)
         if tag & 7 == _BYTES:
             begin, at = _extent(raw, after, end)
-            if tag == 178:
-                tag_value = _map_value(raw, begin, at, _TTFT_KEY)
-                if tag_value >= 0:
-                    entry.ttft_tag = raw[tag_value:at].decode("utf-8")
-            elif tag == 138:
-                _read_metadata(raw, begin, at, entry)
-            elif tag == 186:
-                entry.duration_s = _seconds(raw, begin, at, entry.duration_s)
-            elif tag == 66:
-                entry.asked_s = _seconds(raw, begin, at, entry.asked_s)
-            elif tag == 82:
-                entry.answered_s = _seconds(raw, begin, at, entry.answered_s)
-            elif tag == 106:
-                _read_address(raw, begin, at, entry)
-            elif tag == 130:
-                _read_flags(raw, begin, at, entry)
-        elif tag == 264:
-            entry.kind, at = _small(raw, after)
-        elif tag == 192:
-            entry.attempts, at = _small(raw, after)
-        elif tag == 256:
-            entry.bytes_from_endpoint, at = _varint(raw, after)
-        elif tag == 216:
-            number, at = _small(raw, after)
-            entry.intermediate = number != 0
+            _read_part(raw, tag, begin, at, entry)
         else:
-            at = _past(raw, tag, after, end)
+            at = _read_figure(raw, tag, after, end, entry)
     if at > end:
         raise _Unusual
 
 
+def _read_part(raw: bytes, tag: int, at: int, end: int, entry: _Entry) -> None:
+    if tag == 186:  # duration
+        entry.duration_s = _seconds(raw, at, end, entry.duration_s)
+    elif tag == 66:  # time_to_last_upstream_tx_byte
+        entry.asked_s = _seconds(raw, at, end, entry.asked_s)
+    elif tag == 82:  # time_to_last_upstream_rx_byte
+        entry.answered_s = _seconds(raw, at, end, entry.answered_s)
+    elif tag == 106:  # upstream_remote_address
+        _read_address(raw, at, end, entry)
+    elif tag == 138:  # metadata
+        _read_metadata(raw, at, end, entry)
+    elif tag == 178:  # custom_tags
+        value = _map_value(raw, at, end, _TTFT_KEY)
+        if value >= 0:
+            entry.ttft_tag = raw[value:end].decode("utf-8")
+    elif tag == 130:  # response_flags
+        _read_flags(raw, at, end, entry)
+
+
+def _read_figure(raw: bytes, tag: int, at: int, end: int, entry: _Entry) -> int:
+    """Where it ends."""
+    if tag == 264:  # access_log_type
+        entry.kind, at = _small(raw, at)
+    elif tag == 192:  # upstream_request_attempt_count
+        entry.attempts, at = _small(raw, at)
+    elif tag == 256:  # upstream_wire_bytes_received
+        entry.bytes_from_endpoint, at = _varint(raw, at)
+    elif tag == 216:  # intermediate_log_entry
+        number, at = _small(raw, at)
+        entry.intermediate = number != 0
+    else:
+        at = _past(raw, tag, at, end)
+    return at
+
+
 def _read_request(raw: bytes, at: int, end: int, entry: _Entry) -> None:
+    """HTTPRequestProperties."""
     while at < end:
         tag, after = _varint(raw, at)
-        if tag == 106:
+        if tag == 106:  # request_headers
             begin, at = _extent(raw, after, end)
             value = _map_value(raw, begin, at, _ID_HEADER_KEY)
             if value >= 0:
@@ -309,10 +327,10 @@ def _read_request(raw: bytes, at: int, end: int, entry: _Entry) -> None:
                 value = _map_value(raw, begin, at, _ATTEMPT_HEADER_KEY)
                 if value >= 0:
                     entry.attempt_header = raw[value:at].decode("utf-8")
-        elif tag == 42:
+        elif tag == 42:  # path
             begin, at = _extent(raw, after, end)
             entry.path = raw[begin:at].decode("utf-8")
-        elif tag == 96:
+        elif tag == 96:  # request_body_bytes
             entry.request_bytes, at = _varint(raw, after)
         else:
             at = _past(raw, tag, after, end)
@@ -321,19 +339,20 @@ def _read_request(raw: bytes, at: int, end: int, entry: _Entry) -> None:
 
 
 def _read_response(raw: bytes, at: int, end: int, entry: _Entry) -> None:
+    """HTTPResponseProperties."""
     while at < end:
         tag, after = _varint(raw, at)
-        if tag == 10:
+        if tag == 10:  # response_code
             begin, at = _extent(raw, after, end)
             if entry.has_status:
                 raise _Unusual
             entry.has_status, entry.status = True, _wrapped(raw, begin, at)
             if entry.status >= _SMALL:
                 raise _Unusual
-        elif tag == 50:
+        elif tag == 50:  # response_code_details
             begin, at = _extent(raw, after, end)
             entry.details = raw[begin:at].decode("utf-8")
-        elif tag == 24:
+        elif tag == 24:  # response_body_bytes
             entry.response_bytes, at = _varint(raw, after)
         else:
             at = _past(raw, tag, after, end)
@@ -619,7 +638,7 @@ def _entry_of(logged: accesslog_pb2.HTTPAccessLogEntry) -> _Entry:
     entry.answered_s = _span(common, "time_to_last_upstream_rx_byte")
     entry.ttft_tag = common.custom_tags.get(_TTFT_TAG, "")
     entry.bytes_from_endpoint = common.upstream_wire_bytes_received
-    entry.usage = _usage(common) if entry.kind in _FINAL_TYPES and not entry.intermediate else None
+    entry.usage = _usage(common) if _is_final(entry) else None
     entry.path, entry.request_bytes = request.path, request.request_body_bytes
     entry.status, entry.details = response.response_code.value, response.response_code_details
     entry.response_bytes = response.response_body_bytes
