@@ -77,11 +77,11 @@ def test_a_finished_request_is_a_completion() -> None:
         attempts=2,
         failed=None,
         duration_s=2.5,
-        ttft_s=pytest.approx(0.125),
+        ttft_s=125_000 * 1e-6,
         request_bytes=300,
         response_bytes=4_000,
         usage=None,
-        upstream_s=pytest.approx(2.1),
+        upstream_s=(2 + 400_000_000 * 1e-9) - 300_000_000 * 1e-9,
     )
 
 
