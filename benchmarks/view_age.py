@@ -68,27 +68,14 @@ class Change:
     running: float
 
 
-class Recorder(FleetState):
-    """A FleetState that remembers when its view of the engine changed."""
-
-    def __init__(self) -> None:
-        super().__init__(max_endpoints=1)
-        self.seen: list[Change] = []
-
-    def scraped(self, slot: int, *, waiting: float, running: float, kv_used: float, now_s: float) -> None:
-        """FleetState's, which pushes come to as well."""
-        super().scraped(slot, waiting=waiting, running=running, kv_used=kv_used, now_s=now_s)
-        if not self.seen or self.seen[-1].running != running:
-            self.seen.append(Change(time.time(), running))
-
-
 class View:
     """One router's view of the engine: a fleet and its senses."""
 
     def __init__(self, address: str, *, pushes: bool) -> None:
         scrape = f"scrape: {{pushes: {str(pushes).lower()}}}\n"
         config = parse(scrape + "pools: [{name: mid, models: [mid], endpoints: {file: no.yaml}}]")
-        self.state = Recorder()
+        self.state = FleetState(max_endpoints=1)
+        self.seen: list[Change] = []
         metrics, now_s = Metrics(), asyncio.get_running_loop().time
         self.fleet = Fleet(self.state, metrics, now_s)
         self.fleet.configure(Generation(1, config))
@@ -96,6 +83,20 @@ class View:
         self.senses = Senses(Inbox(self.fleet, metrics, now_s), metrics, config)
         self.senses.start()
         self.senses.watch([Target(address)])
+        self._recording = asyncio.create_task(self._record())
+
+    async def _record(self) -> None:
+        """Note when the fleet's view of the engine changes, to a millisecond."""
+        while True:
+            running = float(self.state.running[0])
+            if not self.seen or self.seen[-1].running != running:
+                self.seen.append(Change(time.time(), running))
+            await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        """Look no more."""
+        self._recording.cancel()
+        await self.senses.close()
 
     @property
     def source(self) -> str:
@@ -155,8 +156,8 @@ async def measure(server: Vllm, changes: int, seed: int) -> tuple[dict[str, list
         await asyncio.sleep(_SETTLE_S)
     finally:
         for view in views.values():
-            await view.senses.close()
-    return {source: view.state.seen for source, view in views.items()}, began_s
+            await view.close()
+    return {source: view.seen for source, view in views.items()}, began_s
 
 
 def report(truth: list[Change], seen: dict[str, list[Change]]) -> None:

@@ -111,10 +111,14 @@ class _Endpoint:
 
 
 class Calibration:
-    """One pool's. It sets the capacities of the pool's index: what an endpoint reports, scaled to what it keeps."""
+    """One pool's. It sets the capacities of the pool's index: what an endpoint reports, scaled to what it keeps.
+
+    `walks`: how often it has looked through the index of an endpoint.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self.enabled = False
+        self.walks = 0
         self._index = index
         self._endpoints: dict[int, _Endpoint] = {}
         self._now_s = -inf
@@ -187,6 +191,7 @@ class Calibration:
             return
         endpoint.put_off = self._now_s < self._walked_at_s + _BETWEEN_WALKS_S
         if not endpoint.put_off:
+            self.walks += 1
             endpoint.marked_at_s, self._walked_at_s = endpoint.noted_at_s, self._now_s
             endpoint.marks = self._index.resting_since(slot, [level * endpoint.capacity_tokens for level in LEVELS])
 

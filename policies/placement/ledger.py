@@ -252,12 +252,7 @@ class Ledger:
 
     def answers_tokens(self, requests: Sequence[InferenceRequest]) -> Floats:
         """The same of w requests at once, shape (w, 1)."""
-        expected = self.expected_output_tokens
-        most = [
-            (expected if (most := request.max_tokens) is None else most) if request.kind in _GENERATE else 0.0
-            for request in requests
-        ]
-        return np.minimum(np.array(most, np.float64), expected)[:, None]
+        return np.array([self.answer_tokens(request) for request in requests], np.float64)[:, None]
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, answers' length and pace."""

@@ -690,10 +690,11 @@ def test_an_empty_pool_says_so(house: House) -> None:
 def test_a_fault_of_ours_is_a_500_without_its_working(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted as internal_error; the client sees neither the traceback nor the exception's text."""
 
-    def broken(*_args: object, **_kwargs: object) -> None:
-        raise ZeroDivisionError("a secret detail")
+    class Broken:
+        def rank(self, *_given: object) -> None:
+            raise ZeroDivisionError("a secret detail")
 
-    monkeypatch.setattr(house.fleet.placements["chat"], "choose", broken)
+    monkeypatch.setattr(house.fleet.placements["chat"], "policy", Broken())
     answer = house.ask(chat())
     assert isinstance(answer, Answer)
     assert (answer.status, answer.reason) == (500, "internal_error")

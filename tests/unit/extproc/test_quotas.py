@@ -211,10 +211,11 @@ def test_a_fault_of_ours_costs_a_tenant_nothing(house: House, monkeypatch: pytes
     house.end(first, usage=Usage(1, 1, None))
     before = house.quotas.describe()["acme"]
 
-    def broken(*_args: object, **_kwargs: object) -> None:
-        raise ZeroDivisionError
+    class Broken:
+        def rank(self, *_given: object) -> None:
+            raise ZeroDivisionError
 
-    monkeypatch.setattr(house.fleet.placements["chat"], "choose", broken)
+    monkeypatch.setattr(house.fleet.placements["chat"], "policy", Broken())
     assert house.refused("acme")[0] == 500
     assert house.quotas.describe()["acme"] == before
 

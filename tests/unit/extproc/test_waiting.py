@@ -27,6 +27,7 @@ from extproc.quotas import Quotas
 from extproc.reply import Answer, Pending, Reply, Route
 from extproc.senses.messages import Match, Matched
 from policies.fleet_state import FleetState
+from policies.types import Decision
 from vllm_adapters.health import Listing
 
 CONFIG = """
@@ -354,13 +355,16 @@ async def test_a_fault_while_one_goes_is_its_alone(monkeypatch: pytest.MonkeyPat
     _, unlucky = house.wait()
     _, lucky = house.wait()
     placement = house.fleet.placements["chat"]
-    commit = placement.commit
+    policy = placement.policy
 
-    def fails_once(*_given: Any) -> Any:
-        monkeypatch.setattr(placement, "commit", commit)
-        raise RuntimeError("torn")
+    class FailsOnce:
+        name, rank = policy.name, policy.rank
 
-    monkeypatch.setattr(placement, "commit", fails_once)
+        def committed(self, _decision: Decision) -> None:
+            monkeypatch.setattr(placement, "policy", policy)
+            raise RuntimeError("torn")
+
+    monkeypatch.setattr(placement, "policy", FailsOnce())
     first.close()
     assert code_of(await soon(unlucky)) == (500, "internal_error")
     assert isinstance(await soon(lucky), Route)
@@ -372,10 +376,11 @@ async def test_a_policy_that_fails_in_a_wake_does_not_stop_the_queue(monkeypatch
     first, _ = house.fill()
     _, ready = house.wait()
 
-    def fails(*_given: Any, **_named: Any) -> Any:
-        raise RuntimeError("not mine")
+    class Fails:
+        def price(self, *_given: Any) -> Any:
+            raise RuntimeError("not mine")
 
-    monkeypatch.setattr(house.fleet.placements["chat"].policy, "price", fails, raising=False)
+    monkeypatch.setattr(house.fleet.placements["chat"], "pricing", Fails())
     first.close()
     assert code_of(await soon(ready)) == (500, "internal_error")
     assert house.left("failed") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -23,7 +24,8 @@ from policies.placement.policy import Policy
 from policies.placement.prefix_index import PrefixIndex
 from policies.placement.profiles import Profile
 from policies.placement.rotation import RoundRobinSpec
-from policies.types import Decision, InferenceRequest, Kind, Reservation
+from policies.placement.view import View
+from policies.types import Decision, Floats, InferenceRequest, Kind, Ranking, Reservation
 
 PLAIN = Profile(prefill_tokens_per_s=1_000.0, attention_per_token=0.0, request_tokens=0.0, output_tokens=100.0)
 CLASSES = (ClassSpec("only", max_wait_s=600.0), ClassSpec("batch", max_wait_s=600.0, endpoint_requests=1))
@@ -409,19 +411,35 @@ def test_who_may_go_nowhere_stands_in_nobodys_way() -> None:
     assert one.ticket is good
 
 
-def test_the_one_that_cannot_be_judged_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+class Picky:
+    """The default policy, but for what it cannot rank, and what it was asked to price."""
+
+    name = "picky"
+
+    def __init__(self) -> None:
+        self._own = MarginalCost()
+        self.priced: list[InferenceRequest] = []
+
+    def rank(self, view: View, length: int) -> Ranking:
+        """Raise RuntimeError for a bad session."""
+        if view.request.session_key == "bad":
+            raise RuntimeError("not mine")
+        return self._own.rank(view, length)
+
+    def price(self, view: View, requests: Sequence[InferenceRequest], matched_tokens: Floats) -> tuple[Floats, Floats]:
+        """The default policy's, and note it."""
+        self.priced.extend(requests)
+        return self._own.price(view, requests, matched_tokens)
+
+    def committed(self, decision: Decision) -> None:
+        """Nothing to remember."""
+
+
+def test_the_one_that_cannot_be_judged_is_named() -> None:
     """And not the first in the queue."""
-    pool = Pool(endpoints=1)
+    pool = Pool(endpoints=1, policy=Picky())
     pool.arrive(pool.request())
     _first, culprit = pool.arrive(pool.request()), pool.arrive(pool.request(session_key="bad"))
-    choose = pool.placement.choose
-
-    def fails(request: InferenceRequest, *given: Any, **named: Any) -> Any:
-        if request.session_key == "bad":
-            raise RuntimeError("not mine")
-        return choose(request, *given, **named)
-
-    monkeypatch.setattr(pool.placement, "choose", fails)
     pool.end(pool.running[0])
     bound(pool.bind())
     pool.end(pool.running[0])
@@ -447,35 +465,43 @@ def test_a_cold_fleet_has_all_its_places_and_a_cold_endpoint_its_share() -> None
     assert sorted(one.slot for one in pool.running) == [0] + [1] * 10
 
 
+class Watched(list[int]):
+    """A prompt's blocks, none, and whether anybody has looked them up."""
+
+    looked_up = False
+
+    def __iter__(self) -> Iterator[int]:
+        self.looked_up = True
+        return super().__iter__()
+
+
 @pytest.mark.parametrize(("endpoints", "window"), [(2, 16), (7, 42), (300, 512)])
-def test_no_more_than_a_window_is_looked_up_again(endpoints: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_window_is_looked_up_again(endpoints: int, window: int) -> None:
     """Six requests per endpoint, but no more than 512; those behind go by what was known."""
     pool = Pool(endpoints=endpoints)
     only = ("10.0.0.0:80",)
     assert isinstance(pool.arrive(pool.request(subset=only)), Decision)
-    waiting = [pool.arrive(pool.request(subset=only)) for _ in range(600)]
+    waiting = [pool.request(subset=only) for _ in range(600)]
+    assert not any(isinstance(pool.arrive(one), Decision) for one in waiting)
+    for one in waiting:
+        one.block_hashes = Watched()
     pool.now_s = 10.0
-    looked_up: set[int] = set()
-    view = pool.placement.view
-    monkeypatch.setattr(pool.placement, "view", lambda *args: looked_up.add(id(args[0])) or view(*args))
     for _ in range(1_000):
         assert pool.bind() is None
-    assert looked_up == {id(one.request) for one in waiting[:window]}  # type: ignore[union-attr]
+    assert [one.block_hashes.looked_up for one in waiting] == [True] * window + [False] * (600 - window)  # type: ignore[attr-defined]
 
 
 def test_everybody_is_asked_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to a bound, pass by pass, as long as there is a place that nobody wants."""
     monkeypatch.setattr(binding, "_FARTHEST", 500)
-    pool = Pool()
-    priced: list[InferenceRequest] = []
-    price = MarginalCost.price
-    monkeypatch.setattr(MarginalCost, "price", lambda *args: priced.extend(args[2]) or price(*args))
+    policy = Picky()
+    pool = Pool(policy=policy)
     assert isinstance(pool.arrive(pool.request(subset=("10.0.0.0:80",))), Decision)
     waiting = [pool.arrive(pool.request(subset=("10.0.0.0:80",))) for _ in range(600)]
     assert pool.bind() is None
     while pool.binder.unfinished:
         assert pool.bind() is None
-    assert [id(one) for one in priced] == [id(one.request) for one in waiting[:500]]  # type: ignore[union-attr]
+    assert [id(one) for one in policy.priced] == [id(one.request) for one in waiting[:500]]  # type: ignore[union-attr]
 
 
 def passes_until_bound(pool: Pool) -> Bound[WaitingRequest]:

@@ -271,7 +271,7 @@ def test_kept_promises_never_shrink_an_index(seed: int, conversations: int) -> N
 
 
 class Busy:
-    """Many endpoints that serve the same prompt; how often their index is looked through."""
+    """Many endpoints that serve the same prompt."""
 
     def __init__(self, endpoints: int) -> None:
         self.index = PrefixIndex(REPORTED)
@@ -280,16 +280,15 @@ class Busy:
         self.hashes, self.tokens = list(range(PROMPT // BLOCK)), [BLOCK] * (PROMPT // BLOCK)
         self.slots = range(endpoints)
         self.promises: dict[int, int] = dict.fromkeys(self.slots, 0)
-        self.walks = 0
         for slot in self.slots:
             self.calibration.set_capacity(slot, REPORTED)
             stay, *_ = self.index.pin(slot, self.hashes, self.tokens)
             self.index.release(slot, stay, self.hashes, 0.0)
-        self.since, self.index.resting_since = self.index.resting_since, self._since  # type: ignore[method-assign]
 
-    def _since(self, slot: int, depths_tokens: Sequence[float]) -> list[float]:
-        self.walks += 1
-        return self.since(slot, depths_tokens)
+    @property
+    def walks(self) -> int:
+        """How often it was looked through."""
+        return self.calibration.walks
 
     def serve(self, from_s: float, seconds: float) -> None:
         """Each endpoint answers ten requests a second."""
