@@ -74,13 +74,7 @@ class Answer:
     headers: Headers
     reason: str
 
-    def __init__(
-        self,
-        status: int,
-        body: bytes,
-        headers: Headers = (_JSON,),
-        reason: str = "answered",
-    ) -> None:
+    def __init__(self, status: int, body: bytes, headers: Headers = (_JSON,), reason: str = "answered") -> None:
         self.status = status
         self.body = body
         self.headers = headers
@@ -96,10 +90,7 @@ class Pending:
 
     ready: asyncio.Future[Reply]
 
-    def __init__(
-        self,
-        ready: asyncio.Future[Reply],
-    ) -> None:
+    def __init__(self, ready: asyncio.Future[Reply]) -> None:
         self.ready = ready
 
 

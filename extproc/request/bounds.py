@@ -26,12 +26,7 @@ class Bounds:
     items: int | None
     tokens: int | None
 
-    def __init__(
-        self,
-        nesting: int | None = None,
-        items: int | None = None,
-        tokens: int | None = None,
-    ) -> None:
+    def __init__(self, nesting: int | None = None, items: int | None = None, tokens: int | None = None) -> None:
         self.nesting = nesting
         self.items = items
         self.tokens = tokens

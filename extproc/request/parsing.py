@@ -40,7 +40,6 @@ _BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _FIRST_OF_MARKS: Final = 0xEF
 """None begins with less, and every JSON object does."""
 
-
 _COMMON: Final = (
     ("model", msgspec.Raw, _NONE),
     ("stream_options", msgspec.Raw, _NONE),
@@ -56,7 +55,7 @@ _COMMON: Final = (
     ("request_id", Any, None),
     ("store", Any, None),
 )
-"""The fields that routing reads, whatever the API, and what they are where they are not there.
+"""The fields that routing reads, whatever the API, in the order of their values; and each one's value if left out.
 
 Types are loose: the engine is the judge.
 """
@@ -70,7 +69,7 @@ _Values: TypeAlias = tuple[Any, ...]
 class _Reader:
     """How bodies of one API are read: into the common fields' values, and those of the row's fields, which stay raw.
 
-    `prompt_end`: where the prompt's end. `required`: where any value of those must be that are.
+    `prompt_end`: the prompt's values end before it. `required`: the places of the values of which one must be given.
     """
 
     def __init__(self, api: Api) -> None:
@@ -268,7 +267,6 @@ def parse_form(api: Api, content_type: str, body: bytes, default_model: str | No
         return refuse("the model's name is not UTF-8", Reason.INVALID_REQUEST, "model")
     if not model:
         return no_model()
-
     return Parsed(api.kind, model, named, boundary=boundary)
 
 

@@ -20,12 +20,7 @@ class Splice:
     end: int
     text: bytes
 
-    def __init__(
-        self,
-        start: int,
-        end: int,
-        text: bytes,
-    ) -> None:
+    def __init__(self, start: int, end: int, text: bytes) -> None:
         self.start = start
         self.end = end
         self.text = text

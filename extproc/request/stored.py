@@ -26,11 +26,7 @@ class Made:
     flight: Flight
     model: str
 
-    def __init__(
-        self,
-        flight: Flight,
-        model: str,
-    ) -> None:
+    def __init__(self, flight: Flight, model: str) -> None:
         self.flight = flight
         self.model = model
 

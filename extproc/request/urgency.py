@@ -31,11 +31,7 @@ class Urgency:
     class_name: str
     priority: int
 
-    def __init__(
-        self,
-        class_name: str,
-        priority: int = 0,
-    ) -> None:
+    def __init__(self, class_name: str, priority: int = 0) -> None:
         self.class_name = class_name
         self.priority = priority
 

@@ -34,11 +34,7 @@ class UsageAsked:
     by: AskedBy
     splices: tuple[Splice, ...]
 
-    def __init__(
-        self,
-        by: AskedBy,
-        splices: tuple[Splice, ...] = (),
-    ) -> None:
+    def __init__(self, by: AskedBy, splices: tuple[Splice, ...] = ()) -> None:
         self.by = by
         self.splices = splices
 
