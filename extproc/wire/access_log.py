@@ -15,7 +15,8 @@ import structlog
 
 from extproc.flight import Attempt, Completion, Flights
 from extproc.names import OWN_DETAILS
-from extproc.wire.messages import Malformed, read_access_log
+from extproc.wire.log_entries import read_access_log
+from extproc.wire.messages import Malformed
 
 log = structlog.get_logger(__name__)
 

@@ -1,32 +1,27 @@
-"""The only module on the hot path that knows protobuf: ext_proc and access-log messages to plain data and back.
+"""The only module that knows ext_proc's protobuf: its messages to plain data and back.
 
 What our own Envoy sends of every request is read from its bytes, plain headers and whole bodies, and all that is in any
 way unusual by upb (xds-protos), whose objects cost 1 to 3 us each; envoy-data-plane's are pleasant and cost 300 us.
 Replies are joined from parts that upb has written once. The hand reads what upb would read, or leaves it to upb: tests
 compare the two.
 
-Rejected: reading access-log entries by hand too. One has four dozen fields, a third of which are read; stepping over
-the others, and reading times whose digits are spread over septets, takes longer than upb does.
+Not here: access-log messages (log_entries.py).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any
+from typing import Final
 
-import msgspec
-from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory, struct_pb2, wrappers_pb2
+from google.protobuf import struct_pb2
 
-from extproc.flight import LONGEST_PATH, REQUEST_ID_BYTES, TIMED_OUT, Attempt, Completion, Usage
+from extproc.flight import REQUEST_ID_BYTES
 from extproc.names import (
-    ATTEMPT_HEADER,
     CLUSTER_HEADER,
     DESTINATION_HEADER,
     FIRST_CHOICE_HEADER,
@@ -39,7 +34,6 @@ from extproc.names import (
     SERVED_KEY,
     SUBSET_KEY,
     SUBSET_NAMESPACE,
-    USAGE_NAMESPACE,
 )
 from extproc.reply import Answer, Route
 from extproc.request.splice import apply
@@ -81,7 +75,16 @@ _PHASES = {
 }
 
 
-class Received(msgspec.Struct):
+# by the enum each takes ten times as long
+_REQUEST_HEADERS: Final = Phase.REQUEST_HEADERS
+_REQUEST_BODY: Final = Phase.REQUEST_BODY
+_NONE: Final = BodyMode.NONE
+_UNSTATED: Final = BodyMode.UNSTATED
+_NO_HEADERS: Final[dict[str, str]] = {}
+
+
+@dataclass(init=False)
+class Received:
     """One message from a gateway; what its phase does not carry is empty.
 
     With the first message of a stream, whatever its phase: `body_mode` and `response_mode`. With REQUEST_HEADERS:
@@ -90,22 +93,39 @@ class Received(msgspec.Struct):
     """
 
     phase: Phase
-    headers: Mapping[str, str] = {}
-    body: bytes = b""
-    end_of_stream: bool = False
-    body_mode: BodyMode = BodyMode.UNSTATED
-    response_mode: BodyMode = BodyMode.UNSTATED
-    subset: tuple[str, ...] | None = None
-    claims: Mapping[str, str] | None = None
-    served: str | None = None
+    headers: dict[str, str]
+    body: bytes
+    end_of_stream: bool
+    body_mode: BodyMode
+    response_mode: BodyMode
+    subset: tuple[str, ...] | None
+    claims: dict[str, str] | None
+    served: str | None
+
+    def __init__(
+        self,
+        phase: Phase,
+        headers: dict[str, str] = _NO_HEADERS,
+        body: bytes = b"",
+        *,
+        end_of_stream: bool = False,
+        body_mode: BodyMode = _UNSTATED,
+        response_mode: BodyMode = _UNSTATED,
+    ) -> None:
+        self.phase = phase
+        self.headers = headers
+        self.body = body
+        self.end_of_stream = end_of_stream
+        self.body_mode = body_mode
+        self.response_mode = response_mode
+        self.subset = None
+        self.claims = None
+        self.served = None
 
     @property
     def wants_response(self) -> bool:
         """The caller would send us the response's body too."""
-        return self.response_mode not in _NO_BODY
-
-
-_NO_BODY = (BodyMode.NONE, BodyMode.UNSTATED)
+        return self.response_mode is not _NONE and self.response_mode is not _UNSTATED
 
 
 class Malformed(Exception):
@@ -117,23 +137,27 @@ class UnknownKind(Malformed):
 
 
 _parse = ext_proc.ProcessingRequest.FromString
-_REQUEST_HEADERS, _REQUEST_BODY = Phase.REQUEST_HEADERS, Phase.REQUEST_BODY  # by the enum each takes ten times as long
-_NO_HEADERS: Mapping[str, str] = {}
 
 
 def read(raw: bytes | list[bytes | memoryview]) -> Received:
     """Decode one ProcessingRequest, perhaps in pieces. Raises Malformed."""
     if isinstance(raw, list):
-        return _body_of(raw) or read(b"".join(raw))
-    if raw.startswith(_BODY_TAG):
-        length = len(raw) - len(_NO_METADATA) if raw.endswith(_NO_METADATA) else len(raw)
-        frame, body = _whole_body_frame(length)
-        if raw.startswith(frame) and raw.endswith(_END_OF_STREAM, 0, length):
-            return Received(_REQUEST_BODY, _NO_HEADERS, raw[body], True)
-    elif raw.startswith(_HEADERS_TAG):
-        plain = _plain_headers(raw)
-        if plain is not None:
-            return plain
+        return _body_of(raw) or read_whole(b"".join(raw))
+    return read_whole(raw)
+
+
+def read_whole(raw: bytes) -> Received:
+    """The same of one that came in one piece."""
+    if raw:
+        if raw[0] == _BODY_TAG:
+            ending = _ending(raw)
+            begin = _body_begins(raw, len(raw), ending)
+            if begin:
+                return Received(_REQUEST_BODY, _NO_HEADERS, raw[begin : len(raw) - ending], end_of_stream=True)
+        elif raw[0] == _HEADERS_TAG:
+            plain = _plain_headers(raw)
+            if plain is not None:
+                return plain
     return _read_any(raw)
 
 
@@ -171,53 +195,70 @@ def _modes(message: ext_proc.ProcessingRequest) -> tuple[BodyMode, BodyMode]:
     )
 
 
-_HEADERS_TAG, _FIELD_1, _FIELD_3, _HEADERS_END_STREAM = b"\x12", 0x0A, 0x1A, b"\x18\x01"
-"""ProcessingRequest.request_headers; HttpHeaders.headers, a list's entries and their `key`; `raw_value`."""
-_LONGEST_TAIL = 16
+_HEADERS_TAG: Final = 0x12
+"""ProcessingRequest.request_headers; in it HttpHeaders.headers, a list."""
+_FIELD_1: Final = 0x0A
+"""That, the list's entries, and their `key`."""
+_RAW_VALUE: Final = 0x1A
+"""Theirs."""
+_HEADERS_END_STREAM: Final = b"\x18\x01"
+_LONGEST_TAIL: Final = 16
 """What is kept is a key made of what came: two modes, an empty field and the end are 12 bytes, longer is none of it."""
 
 
 def _plain_headers(raw: bytes) -> Received | None:
     """Request headers as our own Envoy sends them, read by hand; None for all others, which upb reads.
 
-    upb makes an object of each header, and that takes three times as long. Here an entry is one of up to 127 bytes, its
-    sizes are a byte each, and it has a value that is ASCII; behind the list stand its end, the modes and nothing else.
+    upb makes an object of each header, and that takes many times as long. Here each has a name and a value that are
+    ASCII, and of up to 16 KB; behind the list stand its end, the modes and nothing else.
     """
     try:
-        begin, end = _extent(raw, 1)
-        begin, list_end = _extent(raw, begin + 1) if raw[begin] == _FIELD_1 else (0, 0)
-        headers = _entries(raw[begin:list_end])
-    except (IndexError, UnicodeDecodeError):
-        return None
-    if not list_end <= end <= len(raw) <= list_end + _LONGEST_TAIL:
+        at, end = _extent(raw, 1)
+        if raw[at] != _FIELD_1:
+            return None
+        at, list_end = _extent(raw, at + 1)
+        if not list_end <= end <= len(raw) <= list_end + _LONGEST_TAIL:
+            return None
+        headers = _entries(raw, at, list_end)
+    except IndexError:
         return None
     tail = _tail(raw[list_end:], end - list_end)
-    return None if tail is None else Received(_REQUEST_HEADERS, headers, b"", *tail)
+    if headers is None or tail is None:
+        return None
+    ends, body_mode, response_mode = tail
+    return Received(
+        _REQUEST_HEADERS, headers, b"", end_of_stream=ends, body_mode=body_mode, response_mode=response_mode
+    )
 
 
-def _entries(block: bytes) -> dict[str, str]:
-    """The headers of a list of them. Raises IndexError or UnicodeDecodeError where it is none, or one not so plain."""
-    text = block.decode("ascii")  # with that no size in it has two bytes
-    headers, at, length = {}, 0, len(block)
-    while at < length:
-        begin = at + 6 + block[at + 3]
-        end = at + 2 + block[at + 1]
-        name = _header_name(block[at + 2 : begin - 1])
-        if block[at] != _FIELD_1 or block[begin - 1] != end - begin:
-            raise IndexError
-        headers[name] = text[begin:end]
-        at = end
-    if at > length:
-        raise IndexError
-    return headers
-
-
-@lru_cache(maxsize=1024)
-def _header_name(key: bytes) -> str:
-    """The name in the bytes of a header's `key`, with the tag of its value behind it. Raises IndexError for others."""
-    if key[0] != _FIELD_1 or key[1] != len(key) - 3 or key[-1] != _FIELD_3:
-        raise IndexError
-    return key[2:-1].decode()
+def _entries(raw: bytes, at: int, end: int) -> dict[str, str] | None:
+    """The headers of a list of them; None where it is none, or one not so plain. Or raises IndexError."""
+    headers: dict[str, str] = {}
+    # One decoding for all of it; only sizes beyond 127 are not ASCII, and each value is asked where there are any
+    text = raw[at:end].decode("latin-1")
+    plain, base = text.isascii(), at
+    while at < end:
+        if raw[at] != _FIELD_1:
+            return None
+        at, stop = _extent(raw, at + 1)
+        if raw[at] != _FIELD_1:
+            return None
+        begin, name_end = _extent(raw, at + 1)
+        if name_end == stop:
+            value = ""
+        elif name_end < stop and raw[name_end] == _RAW_VALUE:
+            at, value_end = _extent(raw, name_end + 1)
+            if value_end != stop:
+                return None
+            value = text[at - base : stop - base]
+        else:
+            return None
+        name = text[begin - base : name_end - base]
+        if not plain and not (name.isascii() and value.isascii()):
+            return None
+        headers[name] = value
+        at = stop
+    return headers if at == end else None
 
 
 def _extent(raw: bytes, at: int) -> tuple[int, int]:
@@ -225,9 +266,10 @@ def _extent(raw: bytes, at: int) -> tuple[int, int]:
     size = raw[at]
     if size <= 0x7F:
         return at + 1, at + 1 + size
-    if raw[at + 1] > 0x7F:
+    more = raw[at + 1]
+    if more > 0x7F:
         raise IndexError
-    return at + 2, at + 2 + (size & 0x7F | raw[at + 1] << 7)
+    return at + 2, at + 2 + (size & 0x7F | more << 7)
 
 
 @lru_cache(maxsize=64)
@@ -250,26 +292,49 @@ def _tail(tail: bytes, of_headers: int) -> tuple[bool, BodyMode, BodyMode] | Non
     return (of_headers > 0, *_modes(message))
 
 
-_BODY_TAG, _BYTES_TAG, _END_OF_STREAM = b"\x22", b"\x0a", b"\x10\x01"
-"""ProcessingRequest.request_body; in it HttpBody.body and `end_of_stream: true`."""
-_NO_METADATA = b"\x42\x00"
+_BODY_TAG: Final = 0x22
+"""ProcessingRequest.request_body; in it HttpBody.body, FIELD_1, and `end_of_stream: true`."""
+_END_OF_STREAM: Final = b"\x10\x01"
+_NO_METADATA: Final = b"\x42\x00"
 """ProcessingRequest.metadata_context with nothing in it, with which Envoy ends every message."""
+_ENDS_PLAIN: Final = len(_END_OF_STREAM)
+_ENDS_WITH_METADATA: Final = len(_END_OF_STREAM + _NO_METADATA)
+_LONGEST_FRAME: Final = 12
+"""Two tags and two sizes of five bytes."""
 
 
-@lru_cache(maxsize=4096)
-def _whole_body_frame(length: int) -> tuple[bytes, slice]:
-    """How a message of this length begins that is a whole request body and nothing else, and where the body stands.
+def _ending(last: bytes) -> int:
+    """How many bytes stand behind the body in a message that is a whole request body; 0 in others."""
+    if last.endswith(_NO_METADATA):
+        return _ENDS_WITH_METADATA if last.endswith(_END_OF_STREAM + _NO_METADATA) else 0
+    return _ENDS_PLAIN if last.endswith(_END_OF_STREAM) else 0
 
-    By it such a message is read with one copy of what may be megabytes; upb, which reads all others, makes two.
+
+def _body_begins(first: bytes, length: int, ending: int) -> int:
+    """Where the body begins in a message of so many bytes that is a whole request body and nothing else; 0 in others.
+
+    `first`: how it begins. By this it is read with one copy of what may be megabytes; upb makes two.
     """
-    outer = _length_that_fills(length - 1)
-    inner = _length_that_fills(length - 1 - len(outer) - 1 - len(_END_OF_STREAM))
-    frame = _BODY_TAG + outer + _BYTES_TAG + inner
-    return (frame, slice(len(frame), length - len(_END_OF_STREAM))) if outer and inner else (_NO_FRAME, slice(0))
+    if not ending or len(first) < _ENDS_PLAIN or first[0] != _BODY_TAG:
+        return 0
+    at, size = _size(first, 1)
+    if not at or at + size != length - ending + _ENDS_PLAIN or at >= len(first) or first[at] != _FIELD_1:
+        return 0
+    at, size = _size(first, at + 1)
+    return at if at and at + size == length - ending else 0
 
 
-_NO_FRAME = b"\0"
-"""What no message begins with that is asked about."""
+def _size(raw: bytes, at: int) -> tuple[int, int]:
+    """Where something begins whose size stands there, and that; 0 where it is not all there, or longer than need be."""
+    size = shift = 0
+    while at < len(raw) and shift < 35:
+        more = raw[at]
+        at += 1
+        size |= (more & 0x7F) << shift
+        if more <= 0x7F:
+            return (at, size) if more or not shift else (0, 0)
+        shift += 7
+    return 0, 0
 
 
 def _body_of(pieces: list[bytes | memoryview]) -> Received | None:
@@ -277,29 +342,18 @@ def _body_of(pieces: list[bytes | memoryview]) -> Received | None:
 
     Its frame must lie in the first piece, and what ends it in the last.
     """
-    first, last, length = pieces[0], pieces[-1], sum(map(len, pieces))
-    ending = _END_OF_STREAM + (_NO_METADATA if last[-len(_NO_METADATA) :] == _NO_METADATA else b"")
-    frame, _ = _whole_body_frame(length - len(ending) + len(_END_OF_STREAM))
-    if len(pieces) == 1 or frame == _NO_FRAME or first[: len(frame)] != frame or last[-len(ending) :] != ending:
+    if len(pieces) < 2:
         return None
-    body = b"".join((memoryview(first)[len(frame) :], *pieces[1:-1], memoryview(last)[: -len(ending)]))
-    return Received(_REQUEST_BODY, _NO_HEADERS, body, True)
-
-
-_SPACES = [(1 << 7 * width) - 1 + width for width in range(1, 6)]
-"""The largest that a varint of one byte to five fills with what it counts. A message's length has 32 bits at most."""
-
-
-def _length_that_fills(space: int) -> bytes:
-    """The varint that says how much there is behind it, in a space that both of them fill.
-
-    Nothing where there is none, as where it would take a byte more to say a byte more.
-    """
-    width = bisect_left(_SPACES, space)  # and one more byte, the last
-    length = space - width - 1
-    if not 0 <= length <= _SPACES[-1] or (width and not length >> 7 * width):
-        return b""
-    return bytes([*[length >> 7 * place & 0x7F | 0x80 for place in range(width)], length >> 7 * width])
+    length = 0
+    for piece in pieces:
+        length += len(piece)
+    first, last = memoryview(pieces[0]), memoryview(pieces[-1])
+    ending = _ending(bytes(last[-_ENDS_WITH_METADATA:]))
+    begin = _body_begins(bytes(first[:_LONGEST_FRAME]), length, ending)
+    if not begin:
+        return None
+    body = b"".join([first[begin:], *pieces[1:-1], last[: len(last) - ending]])
+    return Received(_REQUEST_BODY, _NO_HEADERS, body, end_of_stream=True)
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:
@@ -373,12 +427,13 @@ def _accept_template(*, keep_response: bool) -> tuple[bytes, bytes]:
     return before, after
 
 
-_ACCEPT = {keep: _accept_template(keep_response=keep) for keep in (False, True)}
+_ACCEPT: Final = _accept_template(keep_response=False)
+_ACCEPT_AND_KEEP: Final = _accept_template(keep_response=True)
 
 
 def accept(request_id: str, *, keep_response: bool) -> bytes:
     """The reply to request headers: go on, remember `request_id` for the access log, perhaps keep the response."""
-    before, after = _ACCEPT[keep_response]
+    before, after = _ACCEPT_AND_KEEP if keep_response else _ACCEPT
     return before + request_id.encode() + after
 
 
@@ -414,12 +469,14 @@ def render_route(route: Route, phase: Phase, body: bytes) -> bytes:
 
     The parts one after the other: protobuf reads messages written in a row as one, lists and maps joined.
     """
-    first, all_of_them = route.addresses[0].encode(), ",".join(route.addresses).encode()
-    begin, to_header, to_first, to_metadata, end = _places_template(phase, len(first), len(all_of_them))
-    terms = _terms_part(phase, route.cluster, route.headers, route.model, route.remove_headers)
+    addresses, with_body = route.addresses, phase is _REQUEST_BODY
+    first = addresses[0].encode()
+    all_of_them = first if len(addresses) == 1 else ",".join(addresses).encode()
+    begin, to_header, to_first, to_metadata, end = _places_template(with_body, len(first), len(all_of_them))
+    terms = _terms_part(with_body, route.cluster, route.headers, route.model, route.remove_headers)
     request_id = route.request_id.encode()
     parts = [terms, begin, request_id, to_header, all_of_them, to_first, first, to_metadata, all_of_them, end]
-    if route.splices and phase is Phase.REQUEST_BODY:
+    if route.splices and with_body:
         parts.append(_body_part(apply(body, route.splices)))
     return b"".join(parts)
 
@@ -434,17 +491,25 @@ def _body_part(body: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _terms_part(
-    phase: Phase, cluster: str, headers: tuple[tuple[str, str], ...], model: str, remove_headers: tuple[str, ...]
+    with_body: bool,  # noqa: FBT001 - of a key that every request makes: to hash a Phase takes longer than all the rest
+    cluster: str,
+    headers: tuple[tuple[str, str], ...],
+    model: str,
+    remove_headers: tuple[str, ...],
 ) -> bytes:
     """What requests for one model on the same terms have in common."""
     response = ext_proc.ProcessingResponse()
-    response.CopyFrom(_route_template(phase, cluster, headers, model))
-    _common(response, phase).header_mutation.remove_headers.extend(remove_headers)
+    response.CopyFrom(_route_template(with_body, cluster, headers, model))
+    _common(response, with_body).header_mutation.remove_headers.extend(remove_headers)
     return bytes(response.SerializeToString())
 
 
 @lru_cache(maxsize=4096)
-def _places_template(phase: Phase, first_bytes: int, all_bytes: int) -> tuple[bytes, ...]:
+def _places_template(
+    with_body: bool,  # noqa: FBT001 - as above
+    first_bytes: int,
+    all_bytes: int,
+) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """What stands around the request id, and around the first endpoint and all of them, where these are so long.
 
     A part per list of endpoints would be found again only in small fleets: a hundred endpoints make a million lists.
@@ -455,19 +520,21 @@ def _places_template(phase: Phase, first_bytes: int, all_bytes: int) -> tuple[by
         for letter, size in zip("éèê", (2 * REQUEST_ID_BYTES, first_bytes, all_bytes), strict=True)
     )
     response = ext_proc.ProcessingResponse()
-    common = _common(response, phase)
+    common = _common(response, with_body)
     _set_header(common, REQUEST_ID_HEADER, request_id)
     _set_destination(response, common, first, all_of_them)
-    whole, places = response.SerializeToString(), (request_id, all_of_them, first, all_of_them)
-    parts = []
-    for place in places:
-        before, _, whole = whole.partition(place.encode())
-        parts.append(before)
-    return (*parts, whole)
+    begin, _, rest = bytes(response.SerializeToString()).partition(request_id.encode())
+    to_header, _, rest = rest.partition(all_of_them.encode())
+    to_first, _, rest = rest.partition(first.encode())
+    to_metadata, _, end = rest.partition(all_of_them.encode())
+    return begin, to_header, to_first, to_metadata, end
 
 
-def _common(response: ext_proc.ProcessingResponse, phase: Phase) -> ext_proc.CommonResponse:
-    return (response.request_body if phase is Phase.REQUEST_BODY else response.request_headers).response
+def _common(
+    response: ext_proc.ProcessingResponse,
+    with_body: bool,  # noqa: FBT001 - as above
+) -> ext_proc.CommonResponse:
+    return (response.request_body if with_body else response.request_headers).response
 
 
 def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> list[bytes]:
@@ -477,7 +544,7 @@ def render_streamed_route(route: Route, body: bytes, *, end_of_stream: bool) -> 
     such bodies themselves.
     """
     response = ext_proc.ProcessingResponse()
-    response.CopyFrom(_route_template(Phase.REQUEST_HEADERS, route.cluster, route.headers, route.model))
+    response.CopyFrom(_route_template(False, route.cluster, route.headers, route.model))
     _set_destination(response, response.request_headers.response, route.addresses[0], ",".join(route.addresses))
     _set_header(response.request_headers.response, REQUEST_ID_HEADER, route.request_id)
     response.request_headers.response.header_mutation.remove_headers.extend(route.remove_headers)
@@ -499,11 +566,14 @@ def _set_destination(
 
 @lru_cache(maxsize=4096)
 def _route_template(
-    phase: Phase, cluster: str, headers: tuple[tuple[str, str], ...], model: str
+    with_body: bool,  # noqa: FBT001 - as above
+    cluster: str,
+    headers: tuple[tuple[str, str], ...],
+    model: str,
 ) -> ext_proc.ProcessingResponse:
     """What requests for one model on the same terms have in common; some dozens per model, and bounded all the same."""
     response = ext_proc.ProcessingResponse()
-    common = _common(response, phase)
+    common = _common(response, with_body)
     _set_header(common, CLUSTER_HEADER, cluster)
     for name, value in headers:
         _set_header(common, name, value)
@@ -535,211 +605,3 @@ def render_answer(answer: Answer, request_id: str) -> bytes:
         option.header.raw_value = value.encode()
         option.append_action = _OVERWRITE
     return bytes(response.SerializeToString())
-
-
-# -- access log
-
-
-_UPSTREAM_TYPES = (accesslog_pb2.UpstreamPoolReady, accesslog_pb2.UpstreamPeriodic, accesslog_pb2.UpstreamEnd)
-_FINAL_TYPES = (accesslog_pb2.DownstreamEnd, accesslog_pb2.NotSet)
-_CLIENT_LEFT = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
-"""Flags that mean the client ended it; what happens to the endpoint's connection then is not the endpoint's doing."""
-_ENDPOINT_FAILED = frozenset(
-    {
-        "upstream_connection_failure",
-        "upstream_remote_reset",
-        "upstream_connection_termination",
-        "upstream_protocol_error",
-        "upstream_request_timeout",
-        "upstream_overflow",
-    }
-)
-"""Flags that mean the endpoint, not the client, broke the attempt."""
-_BUFFERED_BYTES = 32 * 1024
-"""What a gateway takes from an endpoint though its client reads nothing: no buffer limit that we know of is smaller.
-
-A client that does not read looks like an endpoint that does not write. Only below this it must have been the endpoint;
-else any client could have endpoints taken out.
-"""
-
-
-def read_access_log(raw: bytes) -> list[Attempt | Completion | Malformed]:
-    """Decode one StreamAccessLogsMessage into what its entries say; one that cannot be read is a Malformed.
-
-    Raises Malformed if nothing of the message can be read.
-    """
-    try:
-        message = als_pb2.StreamAccessLogsMessage.FromString(raw)
-    except Exception as error:  # upb's DecodeError has no public name of its own
-        raise Malformed(str(error)) from error
-    found: list[Attempt | Completion | Malformed] = []
-    for entry in message.http_logs.log_entry:
-        try:
-            said = _entry(entry)
-        except Exception as error:  # noqa: BLE001 - one odd entry must not take the others with it
-            said = Malformed(str(error))
-        if said is not None:
-            found.append(said)
-    return found
-
-
-def _entry(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt | Completion | Malformed | None:
-    common = entry.common_properties
-    kind = common.access_log_type
-    if kind in _FINAL_TYPES and not common.intermediate_log_entry:
-        return _completion(entry, common)
-    return _attempt(entry) if kind in _UPSTREAM_TYPES else None
-
-
-def _attempt(entry: accesslog_pb2.HTTPAccessLogEntry) -> Attempt:
-    common = entry.common_properties
-    failed = None
-    if common.access_log_type == accesslog_pb2.UpstreamEnd:
-        failed = _failure(common, _flags(common), entry.response.response_code.value)
-        if failed is None:
-            # An attempt that ended well says nothing new: where it ran was told when it started.
-            return Attempt(_request_id(entry), None, None)
-    why = _AS_THE_OTHER_LOG.get(failed, failed) if failed else None
-    return Attempt(_request_id(entry), _address(common), why, _attempt_number(entry))
-
-
-_AS_THE_OTHER_LOG = {"stream_idle_timeout": "upstream_request_timeout"}
-"""Envoy has two flags for a try that fell silent, one in each log. Either log may come first; a reason has one name."""
-
-
-def _attempt_number(entry: accesslog_pb2.HTTPAccessLogEntry) -> int:
-    """From the header by which Envoy counts; the field for it is only set at the end of the whole request."""
-    number = entry.request.request_headers.get(ATTEMPT_HEADER, "")
-    return int(number) if number.isascii() and number.isdecimal() else 1
-
-
-def _flags(common: accesslog_pb2.AccessLogCommon) -> tuple[str, ...]:
-    """The names of the response flags that are set."""
-    if not common.HasField("response_flags"):
-        return ()
-    return tuple([field.name for field, _ in common.response_flags.ListFields()])
-
-
-def _failure(common: accesslog_pb2.AccessLogCommon, flags: tuple[str, ...], status: int) -> str | None:
-    if not flags and status < 500:
-        return None  # as most
-    failed = None
-    for name in flags:
-        if name in _CLIENT_LEFT:
-            return None
-        if name in _ENDPOINT_FAILED or (name in TIMED_OUT and _was_asked(common)):
-            failed = name
-    if failed in TIMED_OUT and common.upstream_wire_bytes_received > _BUFFERED_BYTES:
-        return None
-    if failed is not None:
-        return failed
-    # without an address it is the gateway's own answer, to a request that no endpoint has seen
-    return f"status_{status}" if status >= 500 and common.HasField("upstream_remote_address") else None
-
-
-def _was_asked(common: accesslog_pb2.AccessLogCommon) -> bool:
-    """An endpoint had got all of the request, so that it was its turn."""
-    return bool(common.HasField("time_to_last_upstream_tx_byte"))
-
-
-def _completion(entry: accesslog_pb2.HTTPAccessLogEntry, common: accesslog_pb2.AccessLogCommon) -> Completion:
-    request, response, flags = entry.request, entry.response, _flags(common)
-    status, usage, ttft_s = response.response_code.value, _usage(common), _ttft_s(common)
-    odd = ""
-    if usage is not None and max(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens or 0) > _MOST_TOKENS:
-        usage, odd = None, "usage"
-    if ttft_s is not None and ttft_s > _LONGEST_TTFT_S:
-        ttft_s, odd = None, "ttft"
-    return Completion(
-        _request_id(entry),
-        _address(common),
-        status,
-        flags,
-        response.response_code_details,
-        common.upstream_request_attempt_count,
-        _failure(common, flags, status),
-        _seconds(common.duration) if common.HasField("duration") else None,
-        ttft_s,
-        request.request_body_bytes,
-        response.response_body_bytes,
-        usage,
-        request.path[:LONGEST_PATH],
-        _upstream_s(common),
-        odd,
-    )
-
-
-_MOST_TOKENS = 1 << 31
-"""Of one answer. A hundred times what any model takes in; what is beyond it an engine has got wrong, and a pool that
-learned from it would not forget it for days."""
-_LONGEST_TTFT_S = 1e6
-
-
-def _request_id(entry: accesslog_pb2.HTTPAccessLogEntry) -> str:
-    ours = entry.common_properties.metadata.filter_metadata.get(METADATA_NAMESPACE)
-    value = None if ours is None else ours.fields.get("request_id")
-    if value is not None:
-        request_id: str = value.string_value
-        return request_id
-    return str(entry.request.request_headers.get(REQUEST_ID_HEADER, ""))
-
-
-def _address(common: accesslog_pb2.AccessLogCommon) -> str | None:
-    socket = common.upstream_remote_address.socket_address
-    host = socket.address
-    if not host:
-        return None
-    return f"[{host}]:{socket.port_value}" if ":" in host else f"{host}:{socket.port_value}"
-
-
-def _seconds(span: duration_pb2.Duration) -> float:
-    seconds: float = span.seconds + span.nanos * 1e-9
-    return seconds
-
-
-def _upstream_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
-    if not common.HasField("time_to_last_upstream_tx_byte") or not common.HasField("time_to_last_upstream_rx_byte"):
-        return None
-    took_s = _seconds(common.time_to_last_upstream_rx_byte) - _seconds(common.time_to_last_upstream_tx_byte)
-    return None if took_s < 0.0 else took_s
-
-
-def _ttft_s(common: accesslog_pb2.AccessLogCommon) -> float | None:
-    """From our custom tag: Envoy's own time_to_first_upstream_rx_byte is the headers, which vLLM sends at once."""
-    value = common.custom_tags.get("ttft_us", "")
-    return int(value) * 1e-6 if value.isascii() and value.isdecimal() else None
-
-
-def _usage_message() -> Any:  # noqa: ANN401 - the class exists only at run time
-    """The parts of envoy.data.ai.v3.TokenUsage that we read; xds-protos does not ship the message yet."""
-    file = descriptor_pb2.FileDescriptorProto(
-        name="pointsman/token_usage.proto",
-        package="pointsman",
-        syntax="proto3",
-        dependency=[wrappers_pb2.DESCRIPTOR.name],
-    )
-    usage, details = file.message_type.add(name="TokenUsage"), file.message_type.add(name="InputDetails")
-    count = ".google.protobuf.UInt64Value"
-    for message, name, number, type_name in (
-        (usage, "input_tokens", 3, count),
-        (usage, "output_tokens", 4, count),
-        (usage, "input_details", 6, ".pointsman.InputDetails"),
-        (details, "cached_tokens", 1, count),
-    ):
-        field = message.field.add(name=name, number=number, type_name=type_name)
-        field.type, field.label = field.TYPE_MESSAGE, field.LABEL_OPTIONAL
-    pool = descriptor_pool.Default()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("pointsman.TokenUsage"))
-
-
-_TokenUsage = _usage_message()
-
-
-def _usage(common: accesslog_pb2.AccessLogCommon) -> Usage | None:
-    told = common.metadata.typed_filter_metadata.get(USAGE_NAMESPACE)
-    if told is None:
-        return None
-    usage = _TokenUsage.FromString(told.value)
-    cached = usage.input_details.cached_tokens.value if usage.HasField("input_details") else None
-    return Usage(usage.input_tokens.value, usage.output_tokens.value, cached)

@@ -1,22 +1,19 @@
-"""ext_proc and access-log messages: what is read from Envoy's bytes and what our answers say."""
+"""ext_proc messages: what is read from Envoy's bytes and what our answers say."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from envoy.config.core.v3 import base_pb2
-from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.accesslog.v3 import als_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from google.protobuf import any_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from extproc.flight import REQUEST_ID_BYTES, Attempt, Completion, Usage
+from extproc.flight import REQUEST_ID_BYTES
 from extproc.names import DESTINATION_HEADER, FIRST_CHOICE_HEADER, REQUEST_ID_HEADER
 from extproc.reply import Answer, Route
 from extproc.request.splice import Splice
@@ -26,10 +23,8 @@ from extproc.wire.messages import (
     BodyMode,
     Malformed,
     Phase,
-    _length_that_fills,
     accept,
     read,
-    read_access_log,
     render_answer,
     render_route,
     render_streamed_route,
@@ -188,7 +183,10 @@ def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int
     assert not changed or read_in_pieces(changed, at + 1, at + 4) == by_hand
 
 
-PLAIN = headers_message({":method": "POST", ":path": "/v1/models", "x-a": "1" * 90}, end_of_stream=True)
+PLAIN = headers_message(
+    {":method": "POST", ":path": "/v1/models", "x-a": "1" * 90, "x-b": "", "authorization": "Bearer " + "j" * 200},
+    end_of_stream=True,
+)
 PLAIN.metadata_context.SetInParent()
 
 
@@ -201,7 +199,9 @@ def test_plain_request_headers_are_read_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 UNUSUAL = (
-    headers_message({"x-a": "1" * 130}),
+    headers_message({"x-a": "1" * 130, "x-b": "ü"}),
+    headers_message({"x-a": "1" * 130, "x-ü": "b"}),
+    headers_message({"": "1"}),
     headers_message({":path": "/" + "p" * 17_000}),
     headers_message({"x-a": "", "x-b": "b"}),
     headers_message({"x-a": "1"}, mode=None),
@@ -265,12 +265,9 @@ def test_garbage_is_malformed(raw: bytes) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_no_bytes_raise_anything_but_malformed(raw: bytes) -> None:
-    """From either service."""
-    for reader in (read, read_access_log):
-        try:
-            reader(raw)
-        except Malformed:
-            continue
+    """Whatever comes."""
+    with suppress(Malformed):
+        read(raw)
 
 
 # -- to Envoy
@@ -381,313 +378,6 @@ def test_an_answer_ends_the_request() -> None:
     }
 
 
-# -- the access log
-
-
-def entry_of(
-    kind: int,
-    *,
-    request_id: str | None = ID,
-    address: tuple[str, int] | None = ("10.0.0.1", 8000),
-    status: int | None = 200,
-    **flags: bool,
-) -> accesslog_pb2.HTTPAccessLogEntry:
-    """One entry as Envoy writes it."""
-    entry = accesslog_pb2.HTTPAccessLogEntry()
-    common = entry.common_properties
-    common.access_log_type = kind
-    if request_id is not None:
-        common.metadata.filter_metadata["pointsman"].update({"request_id": request_id})
-    if address is not None:
-        socket = common.upstream_remote_address.socket_address
-        socket.address, socket.port_value = address
-    if status is not None:
-        entry.response.response_code.value = status
-    for name, value in flags.items():
-        setattr(common.response_flags, name, value)
-    return entry
-
-
-def logged(*entries: accesslog_pb2.HTTPAccessLogEntry) -> list[Any]:
-    """What the entries say."""
-    message = als_pb2.StreamAccessLogsMessage()
-    message.http_logs.log_entry.extend(entries)
-    return read_access_log(message.SerializeToString())
-
-
-DOWNSTREAM_END, POOL_READY, UPSTREAM_END = 6, 7, 9
-
-
-def test_a_finished_request_is_a_completion() -> None:
-    """Everything Envoy measured, in our units."""
-    entry = entry_of(DOWNSTREAM_END)
-    common = entry.common_properties
-    common.duration.FromNanoseconds(2_500_000_000)
-    common.time_to_last_upstream_tx_byte.FromNanoseconds(300_000_000)
-    common.time_to_last_upstream_rx_byte.FromNanoseconds(2_400_000_000)
-    common.upstream_request_attempt_count = 2
-    common.custom_tags["ttft_us"] = "125000"
-    entry.response.response_code_details = "via_upstream"
-    entry.request.request_body_bytes = 300
-    entry.response.response_body_bytes = 4_000
-    [completion] = logged(entry)
-    assert completion == Completion(
-        request_id=ID,
-        address="10.0.0.1:8000",
-        status=200,
-        flags=(),
-        details="via_upstream",
-        attempts=2,
-        failed=None,
-        duration_s=2.5,
-        ttft_s=pytest.approx(0.125),
-        request_bytes=300,
-        response_bytes=4_000,
-        usage=None,
-        upstream_s=pytest.approx(2.1),
-    )
-
-
-def test_figures_envoy_did_not_measure_are_none() -> None:
-    """No answer at all: no status, no time, no address."""
-    [completion] = logged(entry_of(DOWNSTREAM_END, address=None, status=None))
-    assert isinstance(completion, Completion)
-    assert (completion.status, completion.address) == (0, None)
-    assert (completion.duration_s, completion.ttft_s, completion.usage) == (None, None, None)
-    assert completion.upstream_s is None
-
-
-@pytest.mark.parametrize("tag", ["", "-", "-5", "1.5", "²", "٣"])
-def test_a_time_to_first_token_that_is_no_count_is_none(tag: str) -> None:
-    """Envoy's formatter writes `-` for what did not happen."""
-    entry = entry_of(DOWNSTREAM_END)
-    entry.common_properties.custom_tags["ttft_us"] = tag
-    [completion] = logged(entry)
-    assert isinstance(completion, Completion)
-    assert completion.ttft_s is None
-
-
-def test_absurd_figures_are_left_out_and_named() -> None:
-    """An engine's usage of 2^64 tokens would teach a pool for days, a time of centuries would be the mean."""
-    entry = entry_of(DOWNSTREAM_END)
-    entry.common_properties.custom_tags["ttft_us"] = "9" * 300
-    [late] = logged(entry)
-    usage = entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"]
-    usage.value = bytes.fromhex("1a02081e220b08ffffffffffffffffff01")
-    entry.common_properties.custom_tags["ttft_us"] = "125000"
-    [many] = logged(entry)
-    assert isinstance(late, Completion)
-    assert isinstance(many, Completion)
-    assert (late.ttft_s, late.odd) == (None, "ttft")
-    assert (many.ttft_s, many.usage, many.odd) == (0.125, None, "usage")
-
-
-USAGE = bytes.fromhex("0801120373696d1a02081e220208082a02082632040a020810420208264801")
-"""A TokenUsage as Envoy 1.40 wrote it: 30 prompt tokens, 16 of them cached, 8 completion tokens."""
-
-
-def test_the_engines_token_usage_is_read_from_typed_metadata() -> None:
-    """As Envoy's own filter wrote it, field by field."""
-    entry = entry_of(DOWNSTREAM_END)
-    entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"].CopyFrom(
-        any_pb2.Any(type_url="type.googleapis.com/envoy.data.ai.v3.TokenUsage", value=USAGE)
-    )
-    [completion] = logged(entry)
-    assert isinstance(completion, Completion)
-    assert completion.usage == Usage(prompt_tokens=30, completion_tokens=8, cached_tokens=16)
-
-
-def test_usage_without_details_does_not_say_what_was_cached() -> None:
-    """None, not zero: most servers do not report it."""
-    entry = entry_of(DOWNSTREAM_END)
-    entry.common_properties.metadata.typed_filter_metadata["pointsman.usage"].value = bytes.fromhex("1a02081e22020808")
-    [completion] = logged(entry)
-    assert isinstance(completion, Completion)
-    assert completion.usage == Usage(30, 8, None)
-
-
-def test_flags_are_told_by_name() -> None:
-    """Several at once, in Envoy's order."""
-    [completion] = logged(
-        entry_of(DOWNSTREAM_END, status=503, upstream_retry_limit_exceeded=True, upstream_connection_failure=True)
-    )
-    assert isinstance(completion, Completion)
-    assert completion.flags == ("upstream_connection_failure", "upstream_retry_limit_exceeded")
-    assert completion.failed == "upstream_connection_failure"
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "upstream_connection_failure",
-        "upstream_remote_reset",
-        "upstream_connection_termination",
-        "upstream_protocol_error",
-        "upstream_request_timeout",
-        "upstream_overflow",
-    ],
-)
-@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
-def test_flags_of_the_upstream_are_the_endpoints_failure(kind: int, flag: str) -> None:
-    """In either log."""
-    [told] = logged(entry_of(kind, status=None, **{flag: True}))
-    assert told.failed == flag
-
-
-@pytest.mark.parametrize(
-    "flag", ["downstream_connection_termination", "downstream_remote_reset", "no_healthy_upstream", "local_reset"]
-)
-def test_other_flags_are_not_held_against_an_endpoint(flag: str) -> None:
-    """A client that left, and an endpoint Envoy never reached."""
-    [told] = logged(entry_of(DOWNSTREAM_END, status=None, **{flag: True}))
-    assert isinstance(told, Completion)
-    assert (told.failed, told.flags) == (None, (flag,))
-
-
-@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
-@pytest.mark.parametrize("flag", ["upstream_request_timeout", "stream_idle_timeout"])
-@pytest.mark.parametrize(("received_bytes", "charged"), [(0, True), (32 * 1024, True), (32 * 1024 + 1, False)])
-def test_an_answer_whose_client_may_not_have_read_is_held_against_nobody(
-    kind: int, flag: str, received_bytes: int, *, charged: bool
-) -> None:
-    """Silence after more bytes than buffers take may be the client's doing; below that it cannot be."""
-    entry = entry_of(kind, **{flag: True})
-    entry.common_properties.time_to_last_upstream_tx_byte.FromNanoseconds(1)
-    entry.common_properties.upstream_wire_bytes_received = received_bytes
-    [told] = logged(entry)
-    name = "upstream_request_timeout" if kind == UPSTREAM_END else flag
-    assert told.failed == (name if charged else None)
-
-
-def test_a_try_that_fell_silent_has_one_name_in_both_logs() -> None:
-    """Envoy has a flag for it in each, and either may come first."""
-    entries = [
-        entry_of(UPSTREAM_END, stream_idle_timeout=True),
-        entry_of(DOWNSTREAM_END, upstream_request_timeout=True),
-    ]
-    for entry in entries:
-        entry.common_properties.time_to_last_upstream_tx_byte.FromNanoseconds(1)
-    assert [told.failed for entry in entries for told in logged(entry)] == ["upstream_request_timeout"] * 2
-
-
-def test_a_request_that_fell_silent_before_an_endpoint_had_it_is_held_against_nobody() -> None:
-    """Its client did not send it to the end."""
-    [told] = logged(entry_of(DOWNSTREAM_END, stream_idle_timeout=True))
-    assert told.failed is None
-
-
-@pytest.mark.parametrize(
-    ("status", "failed"), [(200, None), (400, None), (429, None), (499, None), (500, "status_500"), (503, "status_503")]
-)
-@pytest.mark.parametrize("kind", [DOWNSTREAM_END, UPSTREAM_END])
-def test_a_server_error_is_the_endpoints_failure(kind: int, status: int, failed: str | None) -> None:
-    """A client error is not."""
-    [told] = logged(entry_of(kind, status=status))
-    assert told.failed == failed
-
-
-def test_the_gateways_own_error_is_no_endpoints_failure() -> None:
-    """It has not asked any: too many headers, say, once ours are among them."""
-    entry = entry_of(DOWNSTREAM_END, status=500)
-    entry.common_properties.ClearField("upstream_remote_address")
-    [told] = logged(entry)
-    assert (told.address, told.failed) == (None, None)
-
-
-def test_an_attempt_that_starts_says_where() -> None:
-    """Even one that will fail: whether it does is told at its end."""
-    assert logged(entry_of(POOL_READY, status=None)) == [Attempt(ID, "10.0.0.1:8000", None)]
-
-
-def test_an_attempt_that_failed_says_where_and_how() -> None:
-    """So the endpoint can be charged at once."""
-    assert logged(entry_of(UPSTREAM_END, status=503)) == [Attempt(ID, "10.0.0.1:8000", "status_503")]
-
-
-@pytest.mark.parametrize(("count", "number"), [("2", 2), ("10", 10), ("", 1), ("x", 1), ("²", 1)])
-@pytest.mark.parametrize("kind", [POOL_READY, UPSTREAM_END])
-def test_an_attempt_says_which_of_the_requests_it_is(kind: int, count: str, number: int) -> None:
-    """By Envoy's own header; the first where it is missing or no number."""
-    entry = entry_of(kind, status=503 if kind == UPSTREAM_END else None)
-    entry.request.request_headers["x-envoy-attempt-count"] = count
-    [attempt] = logged(entry)
-    assert isinstance(attempt, Attempt)
-    assert attempt.number == number
-
-
-def test_an_attempt_that_ended_well_says_nothing_new() -> None:
-    """It moves nothing: a straggler must not undo a later attempt's move."""
-    assert logged(entry_of(UPSTREAM_END)) == [Attempt(ID, None, None)]
-
-
-@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, 10, 11])
-def test_entries_of_other_kinds_are_passed_over(kind: int) -> None:
-    """Starts, TCP, tunnels; the entry beside them is read."""
-    assert len(logged(entry_of(kind), entry_of(DOWNSTREAM_END))) == 1
-
-
-def test_an_intermediate_entry_is_not_the_end() -> None:
-    """Old Envoys mark periodic entries this way and give no type."""
-    entry = entry_of(0)
-    entry.common_properties.intermediate_log_entry = True
-    assert logged(entry) == []
-    assert len(logged(entry_of(0))) == 1
-
-
-def test_an_ipv6_address_is_written_as_the_config_writes_it() -> None:
-    """In brackets."""
-    [told] = logged(entry_of(POOL_READY, address=("fd00::1", 8000)))
-    assert isinstance(told, Attempt)
-    assert told.address == "[fd00::1]:8000"
-
-
-def test_an_address_that_is_no_socket_is_none() -> None:
-    """A pipe or an internal listener is no endpoint."""
-    entry = entry_of(DOWNSTREAM_END, address=None)
-    entry.common_properties.upstream_remote_address.pipe.path = "/run/engine.sock"
-    [told] = logged(entry)
-    assert isinstance(told, Completion)
-    assert told.address is None
-
-
-def test_the_request_id_is_taken_from_metadata_first_then_from_the_header() -> None:
-    """A mesh without our metadata logs the header; a client's forged one does not win."""
-    both = entry_of(DOWNSTREAM_END)
-    both.request.request_headers["x-pointsman-request-id"] = "forged"
-    header = entry_of(DOWNSTREAM_END, request_id=None)
-    header.request.request_headers["x-pointsman-request-id"] = ID
-    neither = entry_of(DOWNSTREAM_END, request_id=None)
-    assert [told.request_id for told in logged(both, header, neither)] == [ID, ID, ""]
-
-
-def test_an_entry_that_cannot_be_read_is_told_as_such_beside_the_others() -> None:
-    """One odd entry does not take the message with it."""
-    odd = entry_of(DOWNSTREAM_END)
-    odd.common_properties.metadata.typed_filter_metadata["pointsman.usage"].value = b"\xff\xff"
-    assert [type(told) for told in logged(odd, entry_of(DOWNSTREAM_END))] == [Malformed, Completion]
-
-
-def test_entries_stay_in_order() -> None:
-    """A failed attempt, the next one, the end."""
-    told = logged(
-        entry_of(UPSTREAM_END, status=503), entry_of(POOL_READY, address=("10.0.0.2", 8000)), entry_of(DOWNSTREAM_END)
-    )
-    assert [type(one) for one in told] == [Attempt, Attempt, Completion]
-
-
-def test_the_nodes_introduction_has_no_entries() -> None:
-    """Envoy's first message may carry its identifier only."""
-    message = als_pb2.StreamAccessLogsMessage()
-    message.identifier.node.CopyFrom(base_pb2.Node(id="envoy"))
-    assert read_access_log(message.SerializeToString()) == []
-
-
-def test_garbage_is_no_access_log() -> None:
-    """Malformed and nothing else."""
-    with pytest.raises(Malformed):
-        read_access_log(b"\xff\xff\xff")
-
-
 def test_every_kind_of_message_has_its_phase() -> None:
     """Whatever ext_proc can send is answered."""
     fields: Any = ext_proc.ProcessingRequest.DESCRIPTOR.oneofs_by_name["request"].fields
@@ -723,13 +413,6 @@ def test_claims_of_another_filter_are_none() -> None:
     """Only what Envoy's JWT filter wrote under our name has been verified for us."""
     assert read(_with_claims({"tenant": "acme"}, namespace="somebody.else")).claims is None
     assert read(_with_claims({})).claims == {}
-
-
-@pytest.mark.parametrize("space", [129, 16_386, 2_097_155, (1 << 28) + 4])
-def test_a_space_that_no_length_fills_is_seen_at_once(space: int) -> None:
-    """To say a byte more there would take a byte more; whoever tried all lengths would stop the loop for seconds."""
-    assert _length_that_fills(space) == b""
-    assert all(_length_that_fills(space + more) for more in (-1, 1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 40, 65, 127, 128, 200, 300, 383, 384, 391, 511, 600])
