@@ -16,10 +16,9 @@ import asyncio
 import math
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import grpc.aio
-import msgspec
 import structlog
 
 from extproc.flight import Flight, Flights
@@ -37,6 +36,7 @@ from extproc.wire.messages import (
     echo_request,
     echo_response,
     read,
+    read_whole,
     render_answer,
     render_route,
     render_streamed_route,
@@ -102,38 +102,47 @@ class Manner(IntEnum):
 
 
 # Members that every request asks for. By its enum one is found in ten times the time of a name of our own.
-_HEADERS, _BODY, _ROUTED, _ANSWERED = Turn.HEADERS, Turn.BODY, Turn.ROUTED, Turn.ANSWERED
-_BUFFERED, _STREAMED = Manner.BUFFERED, Manner.STREAMED
-_REQUEST_HEADERS, _REQUEST_BODY = Phase.REQUEST_HEADERS, Phase.REQUEST_BODY
-_NO_BODY, _BUFFERED_BODY, _DUPLEX_BODY = BodyMode.NONE, BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED
-_UNSTATED_BODY = BodyMode.UNSTATED
+_HEADERS: Final = Turn.HEADERS
+_BODY: Final = Turn.BODY
+_ROUTED: Final = Turn.ROUTED
+_ANSWERED: Final = Turn.ANSWERED
+_BUFFERED: Final = Manner.BUFFERED
+_STREAMED: Final = Manner.STREAMED
+_REQUEST_HEADERS: Final = Phase.REQUEST_HEADERS
+_REQUEST_BODY: Final = Phase.REQUEST_BODY
+_NO_BODY: Final = BodyMode.NONE
+_BUFFERED_BODY: Final = BodyMode.BUFFERED
+_DUPLEX_BODY: Final = BodyMode.FULL_DUPLEX_STREAMED
+_UNSTATED_BODY: Final = BodyMode.UNSTATED
+_NO_HEADERS: Final[dict[str, str]] = {}
 
 
 Sending: TypeAlias = list[bytes] | Pending
 """What to send, in order, or the promise of it."""
 
 
-class Exchange(msgspec.Struct, eq=False):
+class Exchange:
     """The messages of one HTTP request. `receive` returns what to send, in order of what came."""
 
-    _flight: Flight
-    _decider: Decider
-    _events: WireEvents
-    _hold_s: float | None = None
-    """How long the gateway says that it waits for an answer; None if it does not."""
-    _headers: Mapping[str, str] = {}
-    _body: bytes | bytearray = b""
-    _echoes: bool = False
-    _end_of_stream: bool = False
-    _endless: bool = False
-    _one_address: bool = True
-    _trailers: bool = False
-    manner: Manner = _BUFFERED
-    turn: Turn = _HEADERS
+    def __init__(self, flight: Flight, decider: Decider, events: WireEvents, hold_s: float | None = None) -> None:
+        """`hold_s`: how long the gateway says that it waits for an answer; None if it does not."""
+        self._flight = flight
+        self._decider = decider
+        self._events = events
+        self._hold_s = hold_s
+        self._headers: dict[str, str] = _NO_HEADERS
+        self._body: bytes | bytearray = b""
+        self._echoes: bool = False
+        self._end_of_stream: bool = False
+        self._endless: bool = False
+        self._one_address: bool = True
+        self._trailers: bool = False
+        self.manner: Manner = _BUFFERED
+        self.turn: Turn = _HEADERS
 
     def receive(self, raw: bytes | list[bytes | memoryview]) -> Sending:
         """Take one message, perhaps in pieces. Raises Malformed for bytes or an order that make no sense."""
-        message = read(raw)
+        message = read_whole(raw) if isinstance(raw, bytes) else read(raw)
         phase = message.phase
         self._events.message(phase)
         if self.turn is _ANSWERED:
@@ -155,7 +164,8 @@ class Exchange(msgspec.Struct, eq=False):
             raise Malformed("request headers came twice")
         self.turn = _BODY
         flight, headers = self._flight, message.headers
-        self._headers, flight.subset, flight.claims = headers, message.subset, message.claims
+        self._headers = headers
+        flight.subset, flight.claims = message.subset, message.claims
         manner = _BUFFERED if message.body_mode is _BUFFERED_BODY else _manner(message)
         if manner is None:
             return self._refuse_mode(message.body_mode)
@@ -239,7 +249,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _answer(self, reply: Reply, phase: Phase, body: bytes) -> list[bytes]:
         """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
-        self._headers, self._body = {}, b""
+        self._headers, self._body = _NO_HEADERS, b""
         if isinstance(reply, Answer):
             self.turn = _ANSWERED
             return [render_answer(reply, self._flight.request_id)]
