@@ -16,6 +16,7 @@ whoever breaks the rules gets the error code they name, and the connection ends.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -213,6 +214,8 @@ class _Pieces:
 
 _NO_PIECES: Final = _Pieces()
 """Of a stream that lacks none; nobody adds to it."""
+_ALL_SENT: Final[deque[memoryview]] = deque()
+"""Of one that keeps nothing back; as well."""
 
 
 class _Gone:
@@ -246,7 +249,7 @@ class Stream:
         self.half_closed = False
         # What goes
         self._answered = False
-        self._unsent: list[memoryview] = []
+        self._unsent = _ALL_SENT
         self._finishing: bytes | None = None
         self.send_window = send_window
         self.over = False
@@ -270,6 +273,8 @@ class Stream:
             head = (size << 16).to_bytes(5, "big") + (self._id << 8).to_bytes(5, "big")
             connection.put(head + (size - _PREFIX).to_bytes(4, "big") + message)
         else:
+            if self._unsent is _ALL_SENT:
+                self._unsent = deque()
             self._unsent.append(memoryview((size - _PREFIX).to_bytes(_PREFIX, "big") + message))
             self.pump()
         connection.flush()
@@ -307,7 +312,7 @@ class Stream:
             if len(rest):
                 self._unsent[0] = rest
             else:
-                del self._unsent[0]
+                self._unsent.popleft()
         if self._finishing is not None and not self.over:
             self._put_end(self._finishing)
 
@@ -388,7 +393,7 @@ class Stream:
         call, self.call = self.call, _GONE
         self.over = True
         self._pieces = _NO_PIECES
-        self._unsent.clear()
+        self._unsent = _ALL_SENT
         call.closed()
 
 

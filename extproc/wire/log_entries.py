@@ -167,7 +167,7 @@ def _failure(entry: _Entry) -> str | None:
 
 def _completion(entry: _Entry) -> Completion:
     usage, ttft_s, odd = entry.usage, _ttft_s(entry.ttft_tag), ""
-    if usage is not None and max(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens or 0) > _MOST_TOKENS:
+    if usage is not None and _is_absurd(usage):
         usage, odd = None, "usage"
     if ttft_s is not None and ttft_s > _LONGEST_TTFT_S:
         ttft_s, odd = None, "ttft"
@@ -188,6 +188,11 @@ def _completion(entry: _Entry) -> Completion:
         _upstream_s(entry.asked_s, entry.answered_s),
         odd,
     )
+
+
+def _is_absurd(usage: Usage) -> bool:
+    cached = usage.cached_tokens or 0
+    return usage.prompt_tokens > _MOST_TOKENS or usage.completion_tokens > _MOST_TOKENS or cached > _MOST_TOKENS
 
 
 def _request_id(entry: _Entry) -> str:

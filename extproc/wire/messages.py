@@ -220,7 +220,7 @@ def _plain_headers(raw: bytes) -> Received | None:
         if not list_end <= end <= len(raw) <= list_end + _LONGEST_TAIL:
             return None
         headers = _entries(raw, at, list_end)
-    except (IndexError, UnicodeDecodeError):
+    except IndexError:
         return None
     tail = _tail(raw[list_end:], end - list_end)
     if headers is None or tail is None:

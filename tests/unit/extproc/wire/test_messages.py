@@ -183,7 +183,10 @@ def test_by_hand_nothing_is_read_otherwise_than_by_upb(parts: list[str], at: int
     assert not changed or read_in_pieces(changed, at + 1, at + 4) == by_hand
 
 
-PLAIN = headers_message({":method": "POST", ":path": "/v1/models", "x-a": "1" * 90}, end_of_stream=True)
+PLAIN = headers_message(
+    {":method": "POST", ":path": "/v1/models", "x-a": "1" * 90, "x-b": "", "authorization": "Bearer " + "j" * 200},
+    end_of_stream=True,
+)
 PLAIN.metadata_context.SetInParent()
 
 
@@ -196,7 +199,9 @@ def test_plain_request_headers_are_read_by_hand(monkeypatch: pytest.MonkeyPatch)
 
 
 UNUSUAL = (
-    headers_message({"x-a": "1" * 130}),
+    headers_message({"x-a": "1" * 130, "x-b": "ü"}),
+    headers_message({"x-a": "1" * 130, "x-ü": "b"}),
+    headers_message({"": "1"}),
     headers_message({":path": "/" + "p" * 17_000}),
     headers_message({"x-a": "", "x-b": "b"}),
     headers_message({"x-a": "1"}, mode=None),
