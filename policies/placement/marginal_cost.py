@@ -19,12 +19,13 @@ prompts where they hurt others. Rejected as well: normalised weighted scores (no
 a queue and a cache) and a learned regressor (needs a training set per fleet, and nobody can say why it chose).
 Formula and constants were found by simulation on public traces; docs/benchmarks.md has the tables.
 
-The formula stands here twice, over arrays and over plain floats. Of few endpoints the loop over floats takes a fraction
-of the time: numpy takes a microsecond for each of thirty calls, and several where its code is not in the processor's
-caches. Both take the same steps in the same order, so they agree to the last bit (test_marginal_cost.py compares them;
-but for an eviction's last bit where numpy's exp is its own), and what explains a loop's costs is made by the arrays,
-once somebody reads it. Rejected: one text for both. Half of it would be about what differs between them (minima,
-conditions, missing dimensions), at a call for each term and endpoint.
+The formula stands here twice, over arrays and over plain floats. The loop over floats takes a fraction of the time: of
+few endpoints, since numpy takes a microsecond for each of thirty calls, and several where its code is not in the
+processor's caches; compiled, of a thousand as well. Both take the same steps in the same order, so they agree to the
+last bit (test_marginal_cost.py compares them; but for an eviction's last bit where numpy's exp is its own), and what
+explains a loop's costs is made by the arrays, once somebody reads it. Rejected: one text for both. Half of it would be
+about what differs between them (minima, conditions, missing dimensions), at a call for each term and endpoint. And
+lists of floats: compiled, each read and each write of one is a call, and by attributes it takes a third of the time.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _Figures:
 
 
 class MarginalCost:
-    """The policy. It keeps nothing: index and ledger are the pool's."""
+    """The policy. It keeps nothing but paper to write scores on: index and ledger are the pool's."""
 
     def __init__(self, spec: MarginalCostSpec | None = None, name: str = "marginal_cost") -> None:
         self.name = name

@@ -2,7 +2,7 @@
 
 Made once per choice and read only. Figures that several scorers need are gathered once, when first asked for: at 16
 endpoints an array operation costs a microsecond or two whatever it does, so their number is what a decision costs. What
-the default policy weighs of a few candidates it takes as lists (`few`), and no array is made.
+the default policy weighs of a few candidates (`few`) it takes as attributes of objects by slot, and no array is made.
 """
 
 from __future__ import annotations
