@@ -1,11 +1,11 @@
-"""Every Prometheus name of ours. The only module that knows them.
+"""Every Prometheus name of ours, but of what collectors.py reads elsewhere. No other module knows them.
 
 Children of labelled metrics are looked up once and kept; figures that already live in FleetState and Flights are read
 when Prometheus asks, at no cost to requests. Label values are bounded: pools and endpoints by the config's limits,
 reasons by an enum; the series of a pool or an endpoint that is gone go too.
 
 Events are counted on the decision loop alone. The page may be made in another thread: Prometheus' own classes lock,
-and ours reads FleetState by its tuple of addresses, which is replaced and never changed.
+and what every request raises is plain numbers (counting.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
-import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -23,15 +22,15 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from extproc.breaking import BreakerFigures
+from extproc.observe.collectors import BreakerCollector, StateCollector
+from extproc.observe.counting import Series, Times, TimesByValue
 from extproc.observe.loop_lag import LoopLag
-from extproc.observe.tallies import Counts, Tally, Times, TimesByLabel
+from extproc.observe.tallies import Counts, Tally, TimesByLabel
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
-from policies.fleet_state import SOURCES, FleetState
+from policies.fleet_state import FleetState
 from policies.lifecycle import State
 from policies.pool_load import PoolLoad
 
@@ -41,7 +40,6 @@ _DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 
 
 
 _Family = TypeVar("_Family", Counter, Gauge, Histogram)
-_Plain = TypeVar("_Plain", Counts, TimesByLabel)
 _Child = tuple[Counter | Gauge | Histogram, tuple[str, ...]]
 """What names a series: its family and the values of its labels."""
 
@@ -109,8 +107,9 @@ class Metrics:
 
     def _wire(self) -> None:
         phases = [phase.name.lower() for phase in Phase]
-        self._messages = Tally("pointsman_ext_proc_messages", "ext_proc messages from Envoy", "phase", phases)
-        self.registry.register(self._messages)
+        messages = Tally("pointsman_ext_proc_messages", "ext_proc messages from Envoy", "phase", phases)
+        self.registry.register(messages)
+        self._messages = messages.counts
         self._malformed = self._counter("malformed_messages", "gRPC payloads that are not protocol messages", "service")
         self._lane_connections = self._gauge("lane_connections", "Connections of our own Envoy to the lane's sockets")
         self._lane_failures = self._counter("lane_failures", "Lane connections ended by a broken protocol", "code")
@@ -179,16 +178,17 @@ class Metrics:
         self._label_names[family] = labels
         return family
 
-    def _counts(self, name: str, text: str, *labels: str) -> Counts:
-        return self._registered(Counts(f"pointsman_{name}", text, *labels))
-
-    def _times(self, name: str, text: str, label: str, buckets_s: Sequence[float]) -> TimesByLabel:
-        return self._registered(TimesByLabel(f"pointsman_{name}", text, label, buckets_s))
-
-    def _registered(self, family: _Plain) -> _Plain:
+    def _counts(self, name: str, text: str, *labels: str) -> Series:
+        family = Counts(f"pointsman_{name}", text, *labels)
         self._plain.append(family)
         self.registry.register(family)
-        return family
+        return family.series
+
+    def _times(self, name: str, text: str, label: str, buckets_s: Sequence[float]) -> TimesByValue:
+        family = TimesByLabel(f"pointsman_{name}", text, label, buckets_s)
+        self._plain.append(family)
+        self.registry.register(family)
+        return family.series
 
     def observe_state(
         self,
@@ -198,11 +198,11 @@ class Metrics:
         loads: Callable[[], dict[str, PoolLoad]] = dict,
     ) -> None:
         """Expose what FleetState, the stream counts and the pools' loads hold whenever Prometheus asks."""
-        self.registry.register(_StateCollector(state, streams, now, loads))
+        self.registry.register(StateCollector(state, streams, now, loads))
 
     def observe_breakers(self, figures: Callable[[], list[BreakerFigures]]) -> None:
         """Expose where breakers of models and zones stand whenever Prometheus asks."""
-        self.registry.register(_BreakerCollector(figures))
+        self.registry.register(BreakerCollector(figures))
 
     def observe_loop(self, lag: LoopLag) -> None:
         """Expose how late the loop is whenever Prometheus asks."""
@@ -251,10 +251,11 @@ class Metrics:
 
     def decided(self, pool: str, endpoint: str, reason: str, prompt_tokens: int, matched_tokens: int) -> None:
         """One request was routed."""
-        self._decisions.counts[pool, endpoint, reason] += 1
-        self._prompt_tokens.counts[(pool,)] += prompt_tokens
+        of_pool = (pool,)
+        self._decisions.add((pool, endpoint, reason), 1)
+        self._prompt_tokens.add(of_pool, prompt_tokens)
         if matched_tokens:
-            self._matched_tokens.counts[(pool,)] += matched_tokens
+            self._matched_tokens.add(of_pool, matched_tokens)
 
     def stage(self, name: str) -> Times:
         """The histogram of one step's seconds; hold on to it."""
@@ -286,7 +287,7 @@ class Metrics:
 
     def completed(self, pool: str, outcome: str, ttft_s: float | None, duration_s: float | None) -> None:
         """A request's access-log entry came."""
-        self._completions.counts[pool, outcome] += 1
+        self._completions.add((pool, outcome), 1)
         if ttft_s is not None:
             self._ttft.of(pool).observe(ttft_s)
         if duration_s is not None:
@@ -294,16 +295,18 @@ class Metrics:
 
     def used_tokens(self, pool: str, prompt: int, cached: int | None, completion: int) -> None:
         """Tokens of one request, as the engine's usage says; what is none of a kind makes no series."""
-        counts = self._tokens.counts
-        for kind, tokens in (("prompt", prompt), ("cached", cached), ("completion", completion)):
-            if tokens:
-                counts[pool, kind] += tokens
+        if prompt:
+            self._tokens.add((pool, "prompt"), prompt)
+        if cached:
+            self._tokens.add((pool, "cached"), cached)
+        if completion:
+            self._tokens.add((pool, "completion"), completion)
 
     def compared(self, pool: str, predicted_tokens: float, found_tokens: int) -> None:
         """What was believed cached of one prompt, and what the engine found."""
         if predicted_tokens or found_tokens:
-            self._predicted_tokens.counts[(pool,)] += predicted_tokens
-            self._found_tokens.counts[(pool,)] += found_tokens
+            self._predicted_tokens.add((pool,), predicted_tokens)
+            self._found_tokens.add((pool,), found_tokens)
 
     def tenant_used(self, tenant: str, tokens: float, source: str) -> None:
         """A tenant's request was settled, by what this source says that it used."""
@@ -362,7 +365,7 @@ class Metrics:
 
     def message(self, phase: Phase) -> None:
         """One ext_proc message came."""
-        self._messages.counts[phase] += 1
+        self._messages[phase] += 1
 
     def malformed(self, service: str) -> None:
         """Bytes came that are no message of the protocol."""
@@ -382,7 +385,7 @@ class Metrics:
 
     def entry(self, *, kind: str, result: str) -> None:
         """One access-log entry came."""
-        self._entries.counts[kind, result] += 1
+        self._entries.add((kind, result), 1)
 
     def entry_missing(self) -> None:
         """An access-log entry did not come in time."""
@@ -452,7 +455,7 @@ class Metrics:
 
     def scraped(self, *, ok: bool) -> None:
         """A scrape was tried."""
-        self._scrapes.counts[(_result(ok=ok),)] += 1
+        self._scrapes.add((_result(ok=ok),), 1)
 
     def exported(self, *, ok: bool) -> None:
         """A host was asked for its GPUs."""
@@ -460,7 +463,7 @@ class Metrics:
 
     def probed(self, *, ok: bool) -> None:
         """A probe was tried."""
-        self._probes.counts[(_result(ok=ok),)] += 1
+        self._probes.add((_result(ok=ok),), 1)
 
     def senses_up(self, *, up: bool) -> None:
         """The senses can be heard; or no more, and with them the indexes they kept are gone."""
@@ -531,128 +534,3 @@ _WAYS_TO_LEAVE = (
 
 def _result(*, ok: bool) -> str:
     return "ok" if ok else "failed"
-
-
-_ENDPOINT_GAUGES = (
-    ("in_flight", "in_flight", "Requests in flight, our own count"),
-    ("in_flight_prompt_tokens", "in_flight_prompt_tokens", "Estimated prompt tokens in flight"),
-    ("endpoint_waiting", "waiting", "Requests waiting in the engine, scraped"),
-    ("endpoint_running", "running", "Requests running in the engine, scraped"),
-    ("endpoint_kv_used_ratio", "kv_used", "KV cache in use, scraped"),
-    ("endpoint_kv_full_in_seconds", "kv_full_in_s", "Until the KV cache is full, by its trend; +Inf if never"),
-    ("endpoint_kv_alarm", "kv_alarm", "1 while the KV cache is fuller than scrape.kv_alarm"),
-    ("endpoint_kv_capacity_tokens", "kv_capacity_tokens", "KV cache size in tokens"),
-    ("endpoint_error_ratio", "error_ewma", "Share of failed requests, EWMA"),
-    ("endpoint_ttft_seconds", "ttft_1m_s", "First byte from the engine, mean fading over a minute"),
-    ("endpoint_prefix_hit_ratio", "prefix_hit_ratio", "Prompt tokens the engine found cached, of late"),
-    ("endpoint_gpu_used_ratio", "gpu_used", "Its GPUs' time at work, by the DCGM exporter"),
-    ("endpoint_gpu_memory_used_ratio", "gpu_memory_used", "Its GPUs' memory in use, by the DCGM exporter"),
-    ("prefix_index_scale", "index_scale", "Size of its prefix index, as a share of the cache it reports"),
-    ("endpoint_generation_tokens_per_second", "generated_tokens_per_s", "Tokens generated, by the engine's count"),
-    ("endpoint_prompt_tokens_per_second", "prefilled_tokens_per_s", "Prompt tokens taken in, by the engine's count"),
-    ("endpoint_preemptions_per_second", "preemptions_per_s", "Requests pushed out of a full cache"),
-)
-
-
-_POOL_GAUGES = (
-    ("pool_requests", "requests", "Requests in flight and waiting, our own count"),
-    ("pool_places", "places", "Requests that its endpoints in service can run at once"),
-    ("pool_load_ratio", "ratio", "The one over the other"),
-)
-
-
-class _StateCollector(Collector):
-    """Gauges read from FleetState and stream counts when asked."""
-
-    def __init__(
-        self,
-        state: FleetState,
-        streams: Callable[[], dict[str, float]],
-        now: Callable[[], float],
-        loads: Callable[[], dict[str, PoolLoad]],
-    ) -> None:
-        self._state = state
-        self._loads = loads
-        self._streams = streams
-        self._now = now
-
-    def collect(self) -> Iterable[Metric]:
-        """One family per figure."""
-        slots = [(slot, address) for slot, address in enumerate(self._state.addresses) if address is not None]
-        for name, column, text in _ENDPOINT_GAUGES:
-            figures = getattr(self._state, column)
-            known = [(slot, address) for slot, address in slots if figures[slot] == figures[slot]]  # else not a number
-            yield _gauge(name, text, ("endpoint",), [((address,), float(figures[slot])) for slot, address in known])
-        yield self._states(slots)
-        yield from self._staleness(slots)
-        yield from self._stream_counts()
-        yield from self._pool_loads()
-
-    def _pool_loads(self) -> Iterable[Metric]:
-        loads = self._loads().items()
-        for name, figure, text in _POOL_GAUGES:
-            yield _gauge(name, text, ("pool",), [((pool,), float(getattr(load, figure))) for pool, load in loads])
-
-    def _states(self, slots: list[tuple[int, str]]) -> Metric:
-        samples = [
-            ((address, state.name.lower()), float(self._state.state[slot] == state))
-            for slot, address in slots
-            for state in State
-        ]
-        return _gauge("endpoint_state", "1 for the state the endpoint is in", ("endpoint", "state"), samples)
-
-    def _staleness(self, slots: list[tuple[int, str]]) -> Iterable[Metric]:
-        now_s = self._now()
-        ages = {address: now_s - float(self._state.observed_at_s[slot]) for slot, address in slots}
-        seen = [((address,), age) for address, age in ages.items() if age < float("inf")]
-        is_stale = self._state.stale(np.array([slot for slot, _ in slots], np.intp), now_s)
-        stale = [
-            ((address,), float(late))
-            for (slot, address), late in zip(slots, is_stale, strict=True)
-            if self._state.has_metrics[slot]
-        ]
-        yield _gauge("endpoint_observed_age_seconds", "Age of the newest figures", ("endpoint",), seen)
-        yield _gauge("endpoint_stale", "1 while scores rest on our own accounting", ("endpoint",), stale)
-        yield self._sources(slots, now_s)
-
-    def _sources(self, slots: list[tuple[int, str]], now_s: float) -> Metric:
-        told = [(address, self._state.source(slot, now_s)) for slot, address in slots]
-        samples = [((address, one), float(one == source)) for address, source in told for one in SOURCES]
-        return _gauge("endpoint_figures_source", "1 for where figures come from", ("endpoint", "source"), samples)
-
-    def _stream_counts(self) -> Iterable[Metric]:
-        for name, value in self._streams().items():
-            if name.endswith("_total"):
-                family: Metric = CounterMetricFamily(f"pointsman_{name.removesuffix('_total')}", name, value=value)
-            else:
-                family = GaugeMetricFamily(f"pointsman_{name}", name, value=value)
-            yield family
-
-
-class _BreakerCollector(Collector):
-    """Where breakers stand, and how often they opened, when asked."""
-
-    def __init__(self, figures: Callable[[], list[BreakerFigures]]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterable[Metric]:
-        """Two families for each kind."""
-        figures = self._figures()
-        for kind, label in (("model", "pool"), ("zone", "zone")):
-            text = "0 closed, 1 half-open, 2 open"
-            position = GaugeMetricFamily(f"pointsman_{kind}_breaker", text, labels=(label,))
-            trips = CounterMetricFamily(f"pointsman_{kind}_breaker_trips", "Times it opened", labels=(label,))
-            for one in figures:
-                if one.kind == kind:
-                    position.add_metric((one.name,), one.position)
-                    trips.add_metric((one.name,), one.trips)
-            yield from (position, trips)
-
-
-def _gauge(
-    name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"pointsman_{name}", text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family

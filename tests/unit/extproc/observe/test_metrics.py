@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.observe.metrics import Metrics, _StateCollector
+from extproc.observe.collectors import StateCollector
+from extproc.observe.metrics import Metrics
 from extproc.senses.messages import Indexed
 from extproc.wire.messages import Phase
 from policies.fleet_state import FleetState
@@ -166,7 +167,7 @@ def test_a_series_is_looked_up_once(house: House, monkeypatch: pytest.MonkeyPatc
 
 def test_a_page_can_be_made_while_the_fleet_changes(house: House) -> None:
     """In another thread: here an endpoint comes and one goes between any two figures."""
-    [collector] = [c for c in house.metrics.registry._collector_to_names if isinstance(c, _StateCollector)]
+    [collector] = [c for c in house.metrics.registry._collector_to_names if isinstance(c, StateCollector)]
     for number, _family in enumerate(collector.collect()):
         house.state.add(f"10.2.0.{number}:80")
         slot = house.state.slot_of(B)

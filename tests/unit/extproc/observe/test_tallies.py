@@ -48,7 +48,7 @@ def test_series_come_and_go_as_a_counters() -> None:
     ours.register(counts)
     counter = Counter("x", "How many", ("pool", "kind"), registry=theirs)
     for pool, kind, more in (("a", "good", 2), ("b", "good", 1), ("a", "good", 0.5), ("b", "bad", 3)):
-        counts.counts[pool, kind] += more
+        counts.series.add((pool, kind), more)
         counter.labels(pool, kind).inc(more)
     assert lines(ours) == lines(theirs)
     counts.drop("kind", "bad")
@@ -58,11 +58,11 @@ def test_series_come_and_go_as_a_counters() -> None:
     counts.drop("pool", "b")
     counts.drop("pool", "b")
     counter.remove("b", "good")
-    counts.counts["b", "bad"] += 2
+    counts.series.add(("b", "bad"), 2)
     counter.labels("b", "bad").inc(2)
     assert lines(ours) == lines(theirs)
     counts.drop("kind", "bad")
-    assert list(counts.counts) == [("a", "good")]
+    assert counts.series.read() == [(("a", "good"), 2.5)]
 
 
 def test_a_histogram_goes_with_its_label() -> None:
