@@ -11,14 +11,11 @@ nor how it went).
 from __future__ import annotations
 
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
-
-import msgspec
+from typing import Final, Protocol
 
 from extproc.access.gate import Caller
 from extproc.config.generations import Generation
@@ -32,29 +29,39 @@ from policies.fleet_state import FleetState
 from policies.placement.placement import Placement
 from policies.types import Decision, InferenceRequest, Reservation
 
-REQUEST_ID_BYTES = 12
+REQUEST_ID_BYTES: Final = 12
 """Random bytes of a request id: 96 bits do not meet twice. Shown as twice as many hex digits."""
-_IDS_AT_ONCE = 256
+_IDS_AT_ONCE: Final = 256
 
 LONGEST_PATH = 200
 """Characters of a path that are remembered."""
 
 
-def _request_ids() -> Iterator[str]:
+class _RequestIds:
     """No one can be told from others. Many at once: the kernel takes longer to be asked than to answer."""
-    while True:
-        yield from re.findall("." * 2 * REQUEST_ID_BYTES, os.urandom(REQUEST_ID_BYTES * _IDS_AT_ONCE).hex())
+
+    def __init__(self) -> None:
+        self._digits = ""
+        self._next = 0
+
+    def next(self) -> str:
+        """One that nobody has yet."""
+        if self._next >= len(self._digits):
+            self._digits, self._next = os.urandom(REQUEST_ID_BYTES * _IDS_AT_ONCE).hex(), 0
+        first = self._next
+        self._next = first + 2 * REQUEST_ID_BYTES
+        return self._digits[first : self._next]
 
 
-_next_id = _request_ids().__next__
+_request_ids: Final = _RequestIds()
 
 TIMED_OUT = frozenset({"upstream_request_timeout", "stream_idle_timeout"})
 """Names of Envoy's response flags for its time limits: on a try, on the whole, on silence."""
 BROKE = "status_500"
 """Why an attempt failed: the endpoint answered 500. It shuts down, or is broken, or the request breaks it."""
 
-_OK = 200
-_MOST_SETTLED = 1_000
+_OK: Final = 200
+_MOST_SETTLED: Final = 1_000
 """Settled requests kept: a tenth of a second at 10,000 requests a second, where the logs are 10 ms apart."""
 
 
@@ -67,12 +74,14 @@ class Stage(IntEnum):
 
 
 # asked for by every request: a member is found far sooner by a name of our own
-_OPEN, _RESERVED, _RELEASED = Stage.OPEN, Stage.RESERVED, Stage.RELEASED
+_OPEN: Final = Stage.OPEN
+_RESERVED: Final = Stage.RESERVED
+_RELEASED: Final = Stage.RELEASED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Attempt:
-    """One try at one endpoint, as the upstream log tells it. `failed` says why it came to nothing, if it did.
+    """One try at one endpoint, as the upstream log tells it; never changed. `failed`: why it came to nothing, if so.
 
     `number`: of the request's tries, from 1.
     """
@@ -80,21 +89,43 @@ class Attempt:
     request_id: str
     address: str | None
     failed: str | None
-    number: int = 1
+    number: int
+
+    def __init__(
+        self,
+        request_id: str,
+        address: str | None,
+        failed: str | None,
+        number: int = 1,
+    ) -> None:
+        self.request_id = request_id
+        self.address = address
+        self.failed = failed
+        self.number = number
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request as the engine counted them; `cached_tokens` None where it does not say."""
+@dataclass(init=False)
+class Usage:
+    """Tokens of one request as the engine counted them, never changed; `cached_tokens` None where it does not say."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
 
+    def __init__(
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.cached_tokens = cached_tokens
 
-class Completion(msgspec.Struct, frozen=True):
-    """How a request went, as the access log tells it. Times in seconds; None where Envoy did not measure it.
 
-    Made by C, as policies/types.py has it: of each request there is one.
+@dataclass(init=False)
+class Completion:
+    """How a request went, as the access log tells it; never changed. Times in seconds, None where Envoy took none.
 
     `upstream_s`: from all of it sent to the endpoint until the last byte of the answer; `ttft_s`: the same until the
     first.
@@ -114,10 +145,44 @@ class Completion(msgspec.Struct, frozen=True):
     ttft_s: float | None
     request_bytes: int
     response_bytes: int
-    usage: Usage | None = None
-    path: str = ""
-    upstream_s: float | None = None
-    odd: str = ""
+    usage: Usage | None
+    path: str
+    upstream_s: float | None
+    odd: str
+
+    def __init__(
+        self,
+        request_id: str,
+        address: str | None,
+        status: int,
+        flags: tuple[str, ...],
+        details: str,
+        attempts: int,
+        failed: str | None,
+        duration_s: float | None,
+        ttft_s: float | None,
+        request_bytes: int,
+        response_bytes: int,
+        usage: Usage | None = None,
+        path: str = "",
+        upstream_s: float | None = None,
+        odd: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.address = address
+        self.status = status
+        self.flags = flags
+        self.details = details
+        self.attempts = attempts
+        self.failed = failed
+        self.duration_s = duration_s
+        self.ttft_s = ttft_s
+        self.request_bytes = request_bytes
+        self.response_bytes = response_bytes
+        self.usage = usage
+        self.path = path
+        self.upstream_s = upstream_s
+        self.odd = odd
 
     @property
     def client_left(self) -> bool:
@@ -130,7 +195,7 @@ class Completion(msgspec.Struct, frozen=True):
         return not TIMED_OUT.isdisjoint(self.flags)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Note:
     """What a request log will tell of a routed request beside what a Flight knows; made only where there is one.
 
@@ -144,6 +209,25 @@ class Note:
     stream: bool
     first_endpoint: str
     prompt: bytes
+
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        asked_model: str,
+        model: str,
+        first_endpoint: str,
+        prompt: bytes,
+        *,
+        stream: bool,
+    ) -> None:
+        self.path = path
+        self.kind = kind
+        self.asked_model = asked_model
+        self.model = model
+        self.stream = stream
+        self.first_endpoint = first_endpoint
+        self.prompt = prompt
 
 
 class FlightEvents(Protocol):
@@ -175,7 +259,7 @@ class Wait(Protocol):
         """Give it up: the client has gone."""
 
 
-class Flight(msgspec.Struct, eq=False):
+class Flight:
     """One request. Everything it takes hangs here; `close()` gives it back exactly once."""
 
     _flights: Flights
@@ -208,8 +292,14 @@ class Flight(msgspec.Struct, eq=False):
     note: Note | None = None
     trials: tuple[tuple[Breaker, int], ...] = ()  # half-open breakers that wait for its end, and its passes
     hold_s: float = 0.0  # how long the gateway waits for us
-    wait: Wait | None = None  # while it has its place in a queue
+    wait: Wait | None  # while it has its place in a queue
     waits_since_s: float | None = None
+
+    def __init__(self, flights: Flights, opened_at_s: float, request_id: str) -> None:
+        self._flights = flights
+        self.opened_at_s = opened_at_s
+        self.request_id = request_id
+        self.wait = None  # here: of a Protocol's attribute mypyc forgets what the class says
 
     @property
     def tenant(self) -> str | None:
@@ -293,7 +383,7 @@ class Flights:
     def open(self) -> Flight:
         """A stream opened."""
         self.opened += 1
-        return Flight(self, self._clock(), _next_id())
+        return Flight(self, self._clock(), _request_ids.next())
 
     def track(self, flight: Flight) -> None:
         """Make a reserved flight findable by its request id."""

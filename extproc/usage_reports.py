@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_adapters.pushed import FinishedRequest
@@ -28,13 +27,13 @@ _LONGEST_ID = 100
 """Characters. The plugin cuts names a bit above this, and what is cut would be found by nobody."""
 
 
-@dataclass(slots=True)
 class Report:
     """What is told of one request: tokens of its prompts, by the name of each, and of all its choices."""
 
-    prompts: dict[str, int] = field(default_factory=dict)
-    generated: int = 0
-    ambiguous: bool = False
+    def __init__(self) -> None:
+        self.prompts: dict[str, int] = {}
+        self.generated = 0
+        self.ambiguous = False
 
     @property
     def tokens(self) -> int | None:

@@ -13,22 +13,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from time import thread_time
 from typing import Any, Protocol, cast
 
-import msgspec
 import structlog
 
+from extproc.asked import Asked
 from extproc.config.generations import Generation
 from extproc.config.schema import Config
 from extproc.config.sections.queueing import PoolQueue
-from extproc.flight import Flight
-from extproc.precise import Found
 from extproc.reply import Pending, Reply
-from extproc.request.plans import Plan, Read
 from policies.admission.binding import Binder, BindingSpec, Bound, Faulty, WaitingRequest
 from policies.admission.queue import ClassSpec, Queue, QueueSpec
 from policies.admission.room import RoomSpec
@@ -42,21 +39,6 @@ _LOOK_S = 0.05
 _LONGEST_WAKE_S = 0.002
 _REST_IN_VAIN = 4.0
 """Times the CPU time of a wake in which nobody could go, before the next: looking has a fifth of the loop at most."""
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """A request that was read, and under which config; with what it takes to decide it anew.
-
-    `read`: what was found in its body; `found`: what the engines hold of it; each where that was found out before.
-    """
-
-    generation: Generation
-    flight: Flight
-    headers: Mapping[str, str]
-    plan: Plan
-    body: bytes
-    read: Read | Refusal | None
-    found: Found | None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -21,19 +21,24 @@ _AUTHORIZATION, _API_KEY = CREDENTIAL_HEADERS
 _BEARER = "bearer "
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False)
 class Caller:
-    """Who asks. `key_name` only where an API key said so."""
+    """Who asks; never changed. `key_name` only where an API key said so."""
 
     tenant: str
-    key_name: str | None = None
+    key_name: str | None
+
+    def __init__(self, tenant: str, key_name: str | None = None) -> None:
+        self.tenant = tenant
+        self.key_name = key_name
 
 
 class Gate:
     """Who may enter, and as whom. `file_keys` None: there is a file, and it could not be read yet."""
 
     def __init__(self, access: Access, file_keys: tuple[ApiKey, ...] | None) -> None:
-        self._access = access
+        self._takes_keys = access.takes_keys
+        self._tenant_header = access.tenant_header
         # a key that stands in both places is the config's
         keys = (*(file_keys or ()), *access.api_keys)
         self._callers = {key.sha256: Caller(key.tenant, key.name) for key in keys}
@@ -51,7 +56,7 @@ class Gate:
         return _caller(claims.get(self._claim, ""))
 
     def _by_key(self, headers: Mapping[str, str]) -> Caller | None:
-        if not self._access.takes_keys:
+        if not self._takes_keys:
             return None
         for key in _keys_in(headers):
             caller = self._callers.get(digest_of(key))
@@ -60,7 +65,7 @@ class Gate:
         return None
 
     def _by_hop(self, headers: Mapping[str, str]) -> Caller | None:
-        name = self._access.tenant_header
+        name = self._tenant_header
         return None if name is None else _caller(headers.get(name, ""))
 
     def _turn_away(self, headers: Mapping[str, str], claims: Mapping[str, str] | None) -> Refusal:

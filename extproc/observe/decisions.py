@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from extproc.flight import LONGEST_PATH, Completion
@@ -24,7 +23,8 @@ _MOST_ROWS = 5_000
 """Candidates and filtered endpoints told in one answer. JSON of more holds the interpreter for tens of milliseconds."""
 
 
-class Record(msgspec.Struct):
+@dataclass(init=False)
+class Record:
     """One decision, and what became of it once that is known."""
 
     time_s: float
@@ -37,9 +37,37 @@ class Record(msgspec.Struct):
     tenant: str | None
     class_name: str | None
     decision: Decision
-    served_by: str | None = None
-    outcome: str | None = None
-    completion: Completion | None = None
+    served_by: str | None
+    outcome: str | None
+    completion: Completion | None
+
+    def __init__(
+        self,
+        time_s: float,
+        request_id: str,
+        kind: str,
+        asked_model: str,
+        model: str,
+        input_tokens: int,
+        tenant: str | None,
+        class_name: str | None,
+        decision: Decision,
+        *,
+        stream: bool,
+    ) -> None:
+        self.time_s = time_s
+        self.request_id = request_id
+        self.kind = kind
+        self.asked_model = asked_model
+        self.model = model
+        self.input_tokens = input_tokens
+        self.stream = stream
+        self.tenant = tenant
+        self.class_name = class_name
+        self.decision = decision
+        self.served_by = None
+        self.outcome = None
+        self.completion = None
 
 
 class DecisionLog:
@@ -63,10 +91,10 @@ class DecisionLog:
             request.asked_model,
             request.model,
             request.input_tokens,
-            request.stream,
             request.tenant,
             request.class_name,
             decision,
+            stream=request.stream,
         )
         if len(records) > self._capacity:
             records.popitem(last=False)
@@ -143,7 +171,7 @@ def _explain_end(outcome: str, completion: Completion | None) -> dict[str, Any]:
         "failed": completion.failed,
         "ttft_s": _rounded(completion.ttft_s),
         "duration_s": _rounded(completion.duration_s),
-        "usage": None if completion.usage is None else msgspec.structs.asdict(completion.usage),
+        "usage": None if completion.usage is None else asdict(completion.usage),
     }
 
 

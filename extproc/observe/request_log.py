@@ -107,9 +107,9 @@ class RequestLog:
             request.kind,
             request.asked_model,
             request.model,
-            request.stream,
             first_endpoint,
             bytes(request.prompt[: self._prompt_bytes]),
+            stream=request.stream,
         )
 
     def settled(self, flight: Flight, completion: Completion, outcome: str) -> None:

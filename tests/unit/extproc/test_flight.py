@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from msgspec.structs import replace
 
 from extproc.flight import Attempt, Completion, Flight, Flights, Stage, Usage
 from policies.fleet_state import FleetState

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from extproc.access.gate import Caller
 from extproc.config.loading import parse
 from extproc.config.schema import Config
 from extproc.flight import Flight, Flights
@@ -52,7 +53,7 @@ class House:
         """One request, and what is said to it."""
         flight = self.flights.open()
         if tenant is not None:
-            flight.caller = SimpleNamespace(tenant=tenant)  # type: ignore[assignment]
+            flight.caller = Caller(tenant)
         sent = POST | {f":{name}" if name in {"path", "method"} else name: value for name, value in headers.items()}
         return flight, self.idempotency.hold(flight, sent, body)
 

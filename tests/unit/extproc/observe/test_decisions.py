@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from extproc.observe import decisions
 from extproc.observe.decisions import DecisionLog, explain, explain_unplaceable
