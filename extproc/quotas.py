@@ -72,7 +72,7 @@ class Quotas:
         """Use new limits; what runs and what was spent stays."""
         self._config = config.tenants
         self.reports.most = config.limits.usage_reports
-        tenants = config.tenants or callers.Tenants()
+        tenants = config.tenants or callers.Tenants.model_validate({})
         specs = {name: _spec(quota) for name, quota in tenants.named.items()}
         self._tenants.configure(specs, _spec(tenants.default), spare=_rate(tenants.spare))
 

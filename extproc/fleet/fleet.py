@@ -87,11 +87,6 @@ class FleetEvents(Protocol):
 class _Member:
     """One endpoint: its life-cycle, its pools, and until when Envoy must still know it."""
 
-    __slots__ = (
-        "address", "capacity_tokens", "counters", "drained_by", "figures", "forecast", "gpus", "known_in",
-        "leaving", "lifecycle", "pools", "progress", "progress_at_s", "pushed", "slot", "stepped_at_s", "zone",
-    )  # fmt: skip
-
     def __init__(self, address: str, slot: int, lifecycle: Lifecycle) -> None:
         self.address = address
         self.slot = slot
@@ -737,8 +732,11 @@ class Fleet:
         }
 
 
+_NO_BREAKER = EndpointBreaker.model_validate({"error_ratio": None, "timeouts": None})
+
+
 def _thresholds_of(config: Config) -> Thresholds:
-    probe, endpoint = config.probe, config.breakers.endpoint or EndpointBreaker(error_ratio=None, timeouts=None)
+    probe, endpoint = config.probe, config.breakers.endpoint or _NO_BREAKER
     return Thresholds(
         failed_probes=probe.failed_probes,
         failed_requests=probe.failed_requests,

@@ -19,21 +19,20 @@ notice the first engine that dies.
 from __future__ import annotations
 
 import math
+from typing import Final
 
-WINDOW_S = 10.0
-_SLICES = 20
-_SLICE_S = WINDOW_S / _SLICES
-_UNDER_WAY = 3
+WINDOW_S: Final = 10.0
+_SLICES: Final = 20
+_SLICE_S: Final = WINDOW_S / _SLICES
+_UNDER_WAY: Final = 3
 """Slices whose requests may still be retried without our having heard of it: a connection may take a second to fail."""
 
 
 class _Count:
     """How many there were in each slice of the window, and in all."""
 
-    __slots__ = ("by_slice", "total")
-
     def __init__(self) -> None:
-        self.by_slice = [0] * _SLICES
+        self.by_slice: list[int] = [0] * _SLICES
         self.total = 0
 
     def add(self, count: int, position: int) -> None:
@@ -51,10 +50,6 @@ class RetryBudget:
     Every call takes the time in seconds of one clock.
     """
 
-    __slots__ = (
-        "_allowed", "_ends_s", "_left", "_newest", "_position", "_requests", "_retries", "floor", "share",
-    )  # fmt: skip
-
     def __init__(self, share: float, floor: int) -> None:
         self.share = share
         self.floor = floor
@@ -62,7 +57,8 @@ class RetryBudget:
         self._allowed = _Count()
         self._retries = _Count()
         self._left = 0.0
-        self._newest = self._ends_s = -math.inf
+        self._newest = -math.inf
+        self._ends_s = -math.inf
         self._position = 0
 
     def admit(self, now_s: float) -> bool:

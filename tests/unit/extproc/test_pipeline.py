@@ -713,7 +713,7 @@ def test_a_fault_after_the_reservation_gives_it_back_with_the_stream(
     def broken(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(house.log, "add", broken)
+    monkeypatch.setattr(house.events, "decided", broken)
     answer = house.ask(chat())
     assert isinstance(answer, Answer)
     assert answer.status == 500
