@@ -18,11 +18,13 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Info,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
 
+from extproc import __version__, is_compiled
 from extproc.breaking import BreakerFigures
 from extproc.observe.collectors import BreakerCollector, StateCollector
 from extproc.observe.counting import Series, Times, TimesByValue
@@ -52,6 +54,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # CPU, memory, descriptors; only on Linux
+        build = Info("pointsman_build", "What runs here", registry=self.registry)
+        build.info({"version": __version__, "compiled": str(is_compiled()).lower()})
         self._label_names: dict[Counter | Gauge | Histogram, tuple[str, ...]] = {}
         self._children: dict[_Child, Counter | Gauge | Histogram] = {}
         self._plain: list[Counts | TimesByLabel] = []
