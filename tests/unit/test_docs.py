@@ -192,7 +192,7 @@ def test_every_reason_is_documented() -> None:
 
 
 def _name(family: Metric) -> str:
-    return f"{family.name}_total" if family.type == "counter" else family.name
+    return family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
 
 
 def test_every_metric_is_documented() -> None:
