@@ -225,7 +225,7 @@ class MarginalCost:
         holders: list[int] = []
         scores = self._scores_of_few(working, view, few, enough, holders)
         if holders:
-            self._add_band(view, few, holders, scores)
+            self._add_band(view, few, holders, working.in_flight, scores)
         positions = max_of_few(scores, length, view.rng)
         order = [few.listed[position] for position in positions]
         return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
@@ -238,16 +238,17 @@ class MarginalCost:
         prices, anybody_holds = view.ledger.prices, working.matched.most > 0.0
         sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
         whole, decode, asked = prices.work(prompt, prompt), self.decode_weight * answer, prompt + answer
-        listed, first, neighbours = few.listed, few.begin, few.end > 0
+        listed = few.listed
         loads, paces, rooms = view.state.loads(), view.ledger.paces(listed[-1]), view.index.rooms(listed[-1])
         working.matched.put_down(rooms)
-        others = view.state.has_foreign
-        if others:
-            working.running, working.held = _others(view)
-        scores = self._room_for(len(listed))
-        for position, score in enumerate(scores):
-            slot = first + position if neighbours else listed[position]
-            load, pace, room = loads[slot], paces[slot], rooms[slot]
+        if few.end != len(listed):  # else they are the first ones, as usual, and are read where they stand
+            loads, paces = [loads[slot] for slot in listed], [paces[slot] for slot in listed]
+            rooms = [rooms[slot] for slot in listed]
+        others = working.sees_others(view)
+        scores, position, in_flight = self._room_for(len(listed)), -1, 0.0
+        for score, load, pace, room in zip(scores, loads, paces, rooms):  # noqa: B905 - the others may go on
+            position += 1
+            in_flight += load.in_flight
             running, held, rate, wait_s = load.in_flight, load.prompt_tokens, pace.rate, pace.longest_s
             if others:
                 running, held = float(working.running[position]), float(working.held[position])
@@ -274,6 +275,7 @@ class MarginalCost:
                 excess = max(memory, (running + (1.0 - most_running)) / most_running)  # of three it would be a call
                 value -= self.overflow_s * max(excess, 0.0)
             score.value = value
+        working.in_flight = in_flight
         working.remember(view)
         return scores
 
@@ -291,11 +293,9 @@ class MarginalCost:
         idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
         return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(self, view: View, few: FewSlots, holders: list[int], scores: list[Score]) -> None:
-        loads, listed, level, total = view.state.loads(), few.listed, -inf, 0.0
-        for slot in listed:
-            total += loads[slot].in_flight
-        usual = _SPILL_FACTOR * (total / len(listed)) + _SPILL_REQUESTS
+    def _add_band(self, view: View, few: FewSlots, holders: list[int], in_flight: float, scores: list[Score]) -> None:
+        loads, listed, level = view.state.loads(), few.listed, -inf
+        usual = _SPILL_FACTOR * (in_flight / len(listed)) + _SPILL_REQUESTS
         for position in holders:
             level = max(level, scores[position].value)
         level -= _LEVEL_S
@@ -309,7 +309,8 @@ class _Working:
     """How a loop came to its costs: called, it tells by arrays the same scores again, and their parts.
 
     Decisions are kept by the thousand, and so are these: the figures as they were, never to change. `running`, `held`:
-    only where they are not just ours. `evicts`, `overflows`: something was calculated of these terms.
+    only where they are not just ours. `in_flight`: ours, at all endpoints. `evicts`, `overflows`: something was
+    calculated of these terms.
     """
 
     load: Moment
@@ -330,12 +331,20 @@ class _Working:
         self.matched = matched
         self.slots = view.slots
         self.now_s = view.now_s
+        self.in_flight = 0.0
         self.evicts = False
         self.overflows = False
         self.running = _NONE
         self.held = _NONE
         self.room = _NONE
         self.oldest_at_s = _NONE
+
+    def sees_others(self, view: View) -> bool:
+        """Some requests are none of ours; then all are counted."""
+        if not view.state.has_foreign:
+            return False
+        self.running, self.held = _others(view)
+        return True
 
     def remember(self, view: View) -> None:
         """The figures of this moment."""
