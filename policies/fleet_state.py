@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lifecycle import State
+from policies.past import Moment, Past
 from policies.types import Floats, Reservation, one_by_one
 
 _FIGURES: tuple[tuple[str, type[np.generic], float], ...] = (
@@ -231,6 +232,7 @@ class FleetState:
         self._size = 0
         self._loads: list[Load] = []
         self._loaded = False  # these say what the arrays say
+        self._past = Past()
         self._foreign_slots = 0
         self._grow(initial_slots)
 
@@ -393,6 +395,7 @@ class FleetState:
         load = self.loads()[slot]
         load.in_flight += requests
         load.prompt_tokens += prompt_tokens
+        self._past.write(slot, load.in_flight, load.prompt_tokens, load.kv_capacity_tokens)
         self._booked[slot] = load.in_flight
         self._booked_prompt_tokens[slot] = load.prompt_tokens
         self._booked_uncached_tokens[slot] += uncached_tokens
@@ -402,6 +405,12 @@ class FleetState:
     def load(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of each of `slots` requests and prompt tokens in flight and KV capacity in tokens, shape (3, n)."""
         return self._load[:3].take(slots, 1)
+
+    def moment(self) -> Moment:
+        """The same figures of all slots, to be read later as they are now."""
+        if not self._loaded:
+            self._fill_loads()
+        return self._past.now(self._load[:3])
 
     def foreign_of(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
         """Of each of `slots` the requests that are none of ours, shape (n,)."""
@@ -423,6 +432,7 @@ class FleetState:
             load.kv_capacity_tokens, load.foreign = column[2], column[3]
             self._foreign_slots += load.foreign > 0.0
         self._loaded = True
+        self._past.lose()
 
     @property
     def has_foreign(self) -> bool:

@@ -7,7 +7,7 @@ its constructor out: compiled (hatch_build.py), that takes 0.1 us, where the one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType
@@ -35,26 +35,26 @@ several where little of numpy is in the processor's caches. Compiled they are so
 
 @dataclass(init=False)
 class FewSlots:
-    """Slots for loops, as a list in rising order. Where they are neighbours, `end` is behind the last, else 0.
-
-    Of neighbours, as usual, what belongs to them is taken out of a list by slot in one step.
-    """
+    """Slots for loops, as a list in rising order. Where they are neighbours `end` is behind the last, else 0."""
 
     listed: list[int]
     begin: int
     end: int
+    _bits: int
 
     def __init__(self, listed: list[int]) -> None:
         self.listed = listed
         self.begin = listed[0]
         last = listed[-1] + 1
         self.end = last if last - listed[0] == len(listed) else 0
+        self._bits = 0
 
-    def pick(self, by_slot: list[float]) -> list[float]:
-        """Of a list by slot what belongs to these, as a list that nobody else changes."""
-        if self.end:
-            return by_slot[self.begin : self.end]
-        return [by_slot[slot] for slot in self.listed]
+    @property
+    def bits(self) -> int:
+        """The same as the bits of a number."""
+        if not self._bits:
+            self._bits = sum([1 << slot for slot in self.listed])
+        return self._bits
 
 
 def few_slots(slots: Slots) -> FewSlots | None:
@@ -358,7 +358,7 @@ class Decision:
     choice: Choice
     order: tuple[int, ...]
     addresses: tuple[str, ...]
-    matched_tokens: Sequence[float] | Floats
+    matched_tokens: Iterable[float]
     chosen_matched_tokens: int
     ranking: Ranking
     filtered: Filtered
@@ -375,7 +375,7 @@ class Decision:
         choice: Choice,
         order: tuple[int, ...],
         addresses: tuple[str, ...],
-        matched_tokens: Sequence[float] | Floats,
+        matched_tokens: Iterable[float],
         chosen_matched_tokens: int,
         ranking: Ranking,
         filtered: Filtered,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from extproc.replay.traces import TraceRequest
-from policies.placement.prefix_index import PrefixIndex
-from policies.types import FewSlots, Floats, Slots, highest
+from policies.placement.prefix_index import Matched, PrefixIndex
+from policies.types import FewSlots, Floats, Slots
 
 Holds = Callable[[int, TraceRequest], int]
 """(slot, request) -> tokens of its prompt that the engine at `slot` could use now."""
@@ -37,7 +37,7 @@ class EngineIndex(PrefixIndex):
             return np.zeros(len(slots))
         return np.array([float(self._holds(int(slot), request)) for slot in slots])
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> tuple[list[float], float]:
-        """The same of a few, and the most that any of them holds."""
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> Matched:
+        """The same of a few."""
         matched: list[float] = self.match(hashes, tokens, np.array(few.listed)).tolist()
-        return matched, highest(matched)
+        return Matched(few, [], matched)

@@ -28,6 +28,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from policies.past import Moment, Past
 from policies.placement.profiles import Profile
 from policies.types import Floats, InferenceRequest, Kind, Reservation, Slots, one_by_one
 
@@ -110,6 +111,7 @@ class Ledger:
         self._paces: list[Pace] = []
         self._pace: npt.NDArray[np.float64] = np.zeros((3, 0))  # the same by row
         self._stirred: set[int] = set()  # slots of which other figures stand there
+        self._past = Past()
         self.pending_work: list[float] = []
         self.bucket: list[float] = []
         self.bucket_at_s: list[float] = []
@@ -217,13 +219,20 @@ class Ledger:
 
     def paces_of(self, slots: Slots) -> Floats:
         """The three figures of a Pace by row, shape (3, n), as they are now."""
-        self._show_all(slots)
+        self._reach_all(slots)
+        self._show_all()
         pace: Floats = self._pace.take(slots, 1)
         return pace
 
+    def moment(self) -> Moment:
+        """The same of all slots, to be read later as it is now."""
+        self._show_all()
+        return self._past.now(self._pace)
+
     def rate(self, slots: Slots) -> Floats:
         """Prefill work per second, shape (n,)."""
-        self._show_all(slots)
+        self._reach_all(slots)
+        self._show_all()
         rates: Floats = self._pace[0].take(slots)
         return rates
 
@@ -234,8 +243,7 @@ class Ledger:
 
     def waiting_tokens(self, slots: Slots) -> Floats:
         """Uncached prompt tokens of requests without a first token, shape (n,)."""
-        if len(slots):
-            self._reach(slots.item(-1))
+        self._reach_all(slots)
         return self.pending_tokens[slots]
 
     @property
@@ -323,16 +331,19 @@ class Ledger:
         pace.done_at_s, pace.longest_s = at_s + work / pace.rate, self.pending_work[slot] / pace.rate
         self._stirred.add(slot)
 
-    def _show_all(self, slots: Slots) -> None:
-        if len(slots):
-            self._reach(slots.item(-1))
+    def _show_all(self) -> None:
         if not self._stirred:
             return
         rate, done_at_s, longest_s = self._pace_by_slot
         for slot in self._stirred:
             pace = self._paces[slot]
             rate[slot], done_at_s[slot], longest_s[slot] = pace.rate, pace.done_at_s, pace.longest_s
+            self._past.write(slot, pace.rate, pace.done_at_s, pace.longest_s)
         self._stirred.clear()
+
+    def _reach_all(self, slots: Slots) -> None:
+        if len(slots):
+            self._reach(slots.item(-1))
 
     def _reach(self, slot: int) -> None:
         if slot >= self._size:
@@ -343,6 +354,7 @@ class Ledger:
         self.pending, self.pending_tokens = np.pad(self.pending, (0, more)), np.pad(self.pending_tokens, (0, more))
         self._pending, self._pending_tokens = one_by_one(self.pending), one_by_one(self.pending_tokens)
         self._pace = np.pad(self._pace, ((0, 0), (0, more)))
+        self._past.lose()
         self._pace_by_slot: list[Any] = [one_by_one(row) for row in self._pace]
         for column in (
             self.pending_work, self.bucket, self.bucket_at_s, self.rate_work, self.rate_time_s, self.since_s

@@ -36,10 +36,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from policies.past import Moment
 from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.pickers import Score, max_of_few, max_score
 from policies.placement.policy import Scored, ranking
-from policies.placement.prefix_index import Room
+from policies.placement.prefix_index import Matched, Room
 from policies.placement.profiles import Profile
 from policies.placement.view import View
 from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking
@@ -217,14 +218,14 @@ class MarginalCost:
     # -- the same over floats: one request and few candidates
 
     def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
-        matched, prompt = view.matched_of_few, float(view.request.input_tokens)
-        answer, most_matched = view.ledger.answer_tokens(view.request), view.most_matched
-        working = _Working(self, view, matched, prompt, answer, most_matched)
+        matched, prompt = view.matched_of_few(few), float(view.request.input_tokens)
+        answer, most_matched = view.ledger.answer_tokens(view.request), matched.most
+        working = _Working(self, view, matched, prompt, answer)
         enough = _NEARLY_MOST * most_matched if most_matched > _HELD_SHARE * prompt else inf
         holders: list[int] = []
         scores = self._scores_of_few(working, view, few, enough, holders)
         if holders:
-            self._add_band(view, few, holders, scores)
+            self._add_band(view, few, holders, working.in_flight, scores)
         positions = max_of_few(scores, length, view.rng)
         order = [few.listed[position] for position in positions]
         return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
@@ -234,18 +235,20 @@ class MarginalCost:
     ) -> list[Score]:
         """As `_cost`, but below zero. Positions of who holds `enough` go into `holders`."""
         prompt, answer, now_s, stall = working.prompt, working.answer, view.now_s, self.stall_weight
-        prices, anybody_holds = view.ledger.prices, working.most_matched > 0.0
+        prices, anybody_holds = view.ledger.prices, working.matched.most > 0.0
         sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
         whole, decode, asked = prices.work(prompt, prompt), self.decode_weight * answer, prompt + answer
-        matched_of, listed, first, neighbours = working.matched, few.listed, few.begin, few.end > 0
+        listed = few.listed
         loads, paces, rooms = view.state.loads(), view.ledger.paces(listed[-1]), view.index.rooms(listed[-1])
-        others = view.state.has_foreign
-        if others:
-            working.running, working.held = _others(view)
-        scores = self._room_for(len(listed))
-        for position, score in enumerate(scores):
-            slot = first + position if neighbours else listed[position]
-            load, pace = loads[slot], paces[slot]
+        working.matched.put_down(rooms)
+        if few.end != len(listed):  # else they are the first ones, as usual, and are read where they stand
+            loads, paces = [loads[slot] for slot in listed], [paces[slot] for slot in listed]
+            rooms = [rooms[slot] for slot in listed]
+        others = working.sees_others(view)
+        scores, position, in_flight = self._room_for(len(listed)), -1, 0.0
+        for score, load, pace, room in zip(scores, loads, paces, rooms):  # noqa: B905 - the others may go on
+            position += 1
+            in_flight += load.in_flight
             running, held, rate, wait_s = load.in_flight, load.prompt_tokens, pace.rate, pace.longest_s
             if others:
                 running, held = float(working.running[position]), float(working.held[position])
@@ -253,8 +256,9 @@ class MarginalCost:
                 wait_s = min(max(pace.done_at_s - now_s, 0.0), wait_s)
             uncached, work = prompt, whole
             if anybody_holds:
-                matched = matched_of[position]
+                matched = room.matched_tokens
                 if matched:
+                    room.matched_tokens = 0.0
                     uncached = max(prompt - matched, 0.0)
                     work = prices.work(prompt, uncached)
                     if matched >= enough:
@@ -262,8 +266,8 @@ class MarginalCost:
             prefill_s = work / rate
             load_s = sequence_s * running + kv_token_s * held
             value = -(wait_s + prefill_s + stall * running * prefill_s + decode * load_s)
-            if uncached > rooms[slot].tokens:
-                value -= self._loss(working, view, uncached, rate, rooms[slot])
+            if uncached > room.tokens:
+                value -= self._loss(working, view, uncached, rate, room)
             tokens = held + 0.5 * answer * running + asked
             if tokens > load.kv_capacity_tokens or running > most_running - 1.0:
                 working.overflows = True
@@ -271,6 +275,7 @@ class MarginalCost:
                 excess = max(memory, (running + (1.0 - most_running)) / most_running)  # of three it would be a call
                 value -= self.overflow_s * max(excess, 0.0)
             score.value = value
+        working.in_flight = in_flight
         working.remember(view)
         return scores
 
@@ -288,11 +293,9 @@ class MarginalCost:
         idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
         return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(self, view: View, few: FewSlots, holders: list[int], scores: list[Score]) -> None:
-        loads, listed, level, total = view.state.loads(), few.listed, -inf, 0.0
-        for slot in listed:
-            total += loads[slot].in_flight
-        usual = _SPILL_FACTOR * (total / len(listed)) + _SPILL_REQUESTS
+    def _add_band(self, view: View, few: FewSlots, holders: list[int], in_flight: float, scores: list[Score]) -> None:
+        loads, listed, level = view.state.loads(), few.listed, -inf
+        usual = _SPILL_FACTOR * (in_flight / len(listed)) + _SPILL_REQUESTS
         for position in holders:
             level = max(level, scores[position].value)
         level -= _LEVEL_S
@@ -306,44 +309,53 @@ class _Working:
     """How a loop came to its costs: called, it tells by arrays the same scores again, and their parts.
 
     Decisions are kept by the thousand, and so are these: the figures as they were, never to change. `running`, `held`:
-    only where they are not just ours. `evicts`, `overflows`: something was calculated of these terms.
+    only where they are not just ours. `in_flight`: ours, at all endpoints. `evicts`, `overflows`: something was
+    calculated of these terms.
     """
+
+    load: Moment
+    pace: Moment
 
     def __init__(
         self,
         policy: MarginalCost,
         view: View,
-        matched: list[float],
+        matched: Matched,
         prompt: float,
         answer: float,
-        most_matched: float,
     ) -> None:
         self.policy = policy
         self.profile = view.ledger.profile
         self.prompt = prompt
         self.answer = answer
         self.matched = matched
-        self.most_matched = most_matched
+        self.slots = view.slots
         self.now_s = view.now_s
+        self.in_flight = 0.0
         self.evicts = False
         self.overflows = False
-        self.load = _NONE
-        self.pace = _NONE
         self.running = _NONE
         self.held = _NONE
         self.room = _NONE
         self.oldest_at_s = _NONE
 
+    def sees_others(self, view: View) -> bool:
+        """Some requests are none of ours; then all are counted."""
+        if not view.state.has_foreign:
+            return False
+        self.running, self.held = _others(view)
+        return True
+
     def remember(self, view: View) -> None:
         """The figures of this moment."""
-        self.load, self.pace = view.load, view.ledger.paces_of(view.slots)
+        self.load, self.pace = view.state.moment(), view.ledger.moment()
         if self.evicts:
             self.room, self.oldest_at_s = view.index.room_tokens(view.slots), view.index.oldest_at_s(view.slots)
 
     def __call__(self) -> Scored:
-        matched, prompt, answer = np.array(self.matched), self.prompt, self.answer
-        in_flight, held, capacity = self.load
-        rate, done_at_s, longest_s = self.pace
+        matched, prompt, answer, slots = self.matched.array(), self.prompt, self.answer, self.slots
+        in_flight, held, capacity = self.load.of(slots)
+        rate, done_at_s, longest_s = self.pace.of(slots)
         wait_s = np.minimum(np.maximum(done_at_s - self.now_s, 0.0), longest_s)
         figures = _Figures(self.profile, in_flight, in_flight, held, rate, wait_s)
         if self.running is not _NONE:
@@ -352,7 +364,7 @@ class _Working:
             figures.room, figures.idle_s = self.room, _idle_s(self.oldest_at_s, self.now_s)
         if self.overflows:
             figures.capacity = capacity
-        return self.policy.scored(_Asks(prompt, answer, matched, prompt, prompt, answer, self.most_matched), figures)
+        return self.policy.scored(_Asks(prompt, answer, matched, prompt, prompt, answer, self.matched.most), figures)
 
 
 _NONE: Final[Floats] = np.empty(0)

@@ -127,8 +127,8 @@ class Placement:
         if few is None or request.precise is not None:
             matched = self.matched(request, self.members, state)
             return View(request, state, self.members, matched, now_s, rng, index, ledger, few)
-        matched_of_few, most = index.match_few(request.block_hashes, request.block_tokens, few)
-        return View(request, state, self.members, matched_of_few, now_s, rng, index, ledger, few, most)
+        matched_of_few = index.match_few(request.block_hashes, request.block_tokens, few)
+        return View(request, state, self.members, matched_of_few, now_s, rng, index, ledger, few)
 
     def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""
@@ -168,18 +168,18 @@ class Placement:
     def _decision(self, view: View, policy: str, ranking: Ranking, filtered: Filtered) -> Decision:
         """The ranking with all that explains it."""
         request, addresses, best = view.request, view.state.addresses, ranking.order[0]
-        first, matched = ranking.first, view.matched
+        matched = view.matched_at(ranking.first)
         if not math.isfinite(ranking.best_score):
             told = f"{addresses[best]} with a score of {ranking.best_score}"
             raise BadScore(f"policy {policy!r} ranks {told}; scores must be finite")
         return Decision(
             pool=self.pool,
             policy=policy,
-            choice=_choice(view, first),
+            choice=_choice(view, matched),
             order=tuple(ranking.order),
             addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
-            matched_tokens=matched,
-            chosen_matched_tokens=min(int(matched[first]), request.input_tokens),
+            matched_tokens=view.matched,
+            chosen_matched_tokens=min(int(matched), request.input_tokens),
             ranking=ranking,
             filtered=filtered,
             slot_addresses=addresses,
@@ -319,13 +319,13 @@ def _filters(names: Iterable[str]) -> _Filters:
     return [(name, FILTERS[name]) for name in wanted if name not in dict(STANDING)]
 
 
-def _choice(view: View, first: int) -> Choice:
-    matched, most = view.matched, view.most_matched
-    if len(matched) == 1:
+def _choice(view: View, matched: float) -> Choice:
+    most = view.most_matched
+    if len(view.slots) == 1:
         return _ONLY_CANDIDATE
     if not most:
         return _NOBODY_HOLDS
-    return _AFFINITY if matched[first] == most else _SPILLED
+    return _AFFINITY if matched == most else _SPILLED
 
 
 def _fallbacks(view: View, first: int) -> tuple[Fallback, ...]:

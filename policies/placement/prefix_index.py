@@ -22,7 +22,7 @@ dictionaries' own loops (map, zip, update), which takes half of the bytecodes an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from math import inf
 from typing import Any, Final, TypeAlias
@@ -50,12 +50,58 @@ class _Shelf:
 class Room:
     """Of one endpoint the tokens that fit before something is evicted; since when what would be is idle, else endless.
 
-    Written by the PrefixIndex alone.
+    Written by the PrefixIndex alone; but `matched_tokens` is paper to write on, for who reads it at once and leaves 0.
     """
 
     def __init__(self, tokens: float) -> None:
         self.tokens = tokens
         self.oldest_at_s = inf
+        self.matched_tokens = 0.0
+
+
+class Matched:
+    """What each of few slots holds of a prompt, in tokens. Never changed.
+
+    Every decision keeps one, so it is small: `depths` has slots, as bits, and what they hold, the most last. Or
+    `listed` has it in the slots' order, where that is how it was found.
+    """
+
+    def __init__(self, few: FewSlots, depths: list[tuple[int, float]], listed: list[float] | None = None) -> None:
+        self._few = few
+        self._depths = depths
+        self._listed = listed
+        self.most: float = highest(listed) if listed is not None else depths[-1][1] if depths else 0.0
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.array().tolist())
+
+    def at(self, position: int) -> float:
+        """What the slot at this position holds."""
+        if self._listed is not None:
+            return self._listed[position]
+        slot = self._few.listed[position]
+        for holders, tokens in self._depths:
+            if holders >> slot & 1:
+                return tokens
+        return 0.0
+
+    def array(self) -> Floats:
+        """What each holds, shape (n,)."""
+        if self._listed is not None:
+            return np.array(self._listed)
+        listed = self._few.listed
+        matched = np.zeros(listed[-1] + 1)
+        for holders, tokens in self._depths:
+            _credit(matched, holders, tokens)
+        return matched if len(matched) == len(listed) else matched[listed]
+
+    def put_down(self, rooms: list[Room]) -> None:
+        """Write it on the paper of those that hold any."""
+        if self._listed is not None:
+            for position, slot in enumerate(self._few.listed):
+                rooms[slot].matched_tokens = self._listed[position]
+        for holders, tokens in self._depths:
+            _credit_few(rooms, holders, tokens)
 
 
 class PrefixIndex:
@@ -79,18 +125,14 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched if size == len(slots) else matched[slots]
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> tuple[list[float], float]:
-        """The same of a few, and the most that any of them holds."""
-        matched, most = [0.0] * (few.listed[-1] + 1), 0.0
-        there = (1 << len(matched)) - 1
+    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> Matched:
+        """The same of a few."""
+        depths: list[tuple[int, float]] = []
         for holders, depth_tokens in self._depths(hashes, tokens):
-            if holders & there:
-                most = float(depth_tokens)  # the deepest come last
-                _credit_few(matched, holders & there, most)
-        if not most or len(matched) == len(few.listed):
-            return few.pick(matched) if len(matched) > len(few.listed) else matched, most
-        picked = few.pick(matched)
-        return picked, highest(picked)
+            there = holders & few.bits
+            if there:
+                depths.append((there, float(depth_tokens)))
+        return Matched(few, depths)
 
     def _depths(self, hashes: Sequence[_Block], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
@@ -322,7 +364,7 @@ _FEW_HOLDERS: Final = 16
 """Up to so many a loop over set bits is faster than unpacking them all."""
 
 
-def _credit(matched: Floats, holders: int, tokens: int) -> None:
+def _credit(matched: Floats, holders: int, tokens: float) -> None:
     """Write `tokens` for every slot whose bit is set and that the caller asked about."""
     holders &= (1 << len(matched)) - 1
     if holders.bit_count() > _FEW_HOLDERS:
@@ -335,24 +377,23 @@ def _credit(matched: Floats, holders: int, tokens: int) -> None:
         holders ^= lowest
 
 
-def _credit_few(matched: list[float], holders: int, tokens: float) -> None:
-    """The same in a list, for holders that are all in it."""
-    depth: Any = tokens  # one object, however many slots it is written for
+def _credit_few(rooms: list[Room], holders: int, tokens: float) -> None:
+    """The same on the paper of their Rooms."""
     if holders.bit_count() <= _FEW_HOLDERS:
         while holders:
             lowest = holders & -holders
-            matched[lowest.bit_length() - 1] = depth
+            rooms[lowest.bit_length() - 1].matched_tokens = tokens
             holders ^= lowest
         return
     first = 0
-    for octet in holders.to_bytes(-(-len(matched) // 8), "little"):
+    for octet in holders.to_bytes(-(-holders.bit_length() // 8), "little"):
         if octet == _ALL:
             for slot in range(first, first + 8):
-                matched[slot] = depth
+                rooms[slot].matched_tokens = tokens
         elif octet:
             for bit in range(8):
                 if octet >> bit & 1:
-                    matched[first + bit] = depth
+                    rooms[first + bit].matched_tokens = tokens
         first += 8
 
 

@@ -13,15 +13,14 @@ import numpy as np
 
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
-from policies.placement.prefix_index import PrefixIndex
-from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots, highest
+from policies.placement.prefix_index import Matched, PrefixIndex
+from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots
 
 
 class View:
     """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
-    `few`: the same slots for loops, where somebody has that at hand; `most_matched`: the most of `matched_tokens`, or
-    below 0 where nobody has that. `slots` are in rising order.
+    `few`: the same slots for loops, where somebody has that at hand. `slots` are in rising order.
     """
 
     def __init__(
@@ -29,20 +28,18 @@ class View:
         request: InferenceRequest,
         state: FleetState,
         slots: Slots,
-        matched_tokens: Floats | list[float],
+        matched_tokens: Floats | Matched,
         now_s: float,
         rng: Random,
         index: PrefixIndex,
         ledger: Ledger,
         few: FewSlots | None = None,
-        most_matched: float = -1.0,
     ) -> None:
         self.request = request
         self.state = state
         self.slots = slots
-        self.matched: Floats | list[float] = matched_tokens  # as it was found, whatever the form
+        self.matched: Floats | Matched = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
-        self._most_matched = most_matched
         self._few = few
         self.now_s = now_s
         self.rng = rng
@@ -81,25 +78,24 @@ class View:
         """What each candidate holds of the prompt."""
         if self._matched is None:
             matched = self.matched
-            self._matched = np.array(matched) if isinstance(matched, list) else matched
+            self._matched = matched.array() if isinstance(matched, Matched) else matched
         return self._matched
 
-    @property
-    def matched_of_few(self) -> list[float]:
+    def matched_of_few(self, few: FewSlots) -> Matched:
         """The same for loops."""
         matched = self.matched
-        if isinstance(matched, list):
-            return matched
-        listed: list[float] = matched.tolist()
-        return listed
+        return matched if isinstance(matched, Matched) else Matched(few, [], matched.tolist())
+
+    def matched_at(self, position: int) -> float:
+        """The same of one."""
+        matched = self.matched
+        return matched.at(position) if isinstance(matched, Matched) else float(matched[position])
 
     @property
     def most_matched(self) -> float:
         """The most that any candidate holds of the prompt."""
-        if self._most_matched < 0.0:
-            matched = self.matched
-            self._most_matched = highest(matched) if isinstance(matched, list) else float(matched.max())
-        return self._most_matched
+        matched = self.matched
+        return matched.most if isinstance(matched, Matched) else float(matched.max())
 
     @property
     def load(self) -> Floats:

@@ -34,10 +34,12 @@ def test_of_few_slots_the_same_is_known(slots: set[int], holders: list[int]) -> 
     among = _slots(*sorted(slots))
     few = few_slots(among)
     assert few is not None
-    matched, most = index.match_few([1, 2, 3], [64] * 3, few)
-    assert matched == index.match([1, 2, 3], [64] * 3, among).tolist()
-    assert most == max(matched)
+    matched, by_arrays = index.match_few([1, 2, 3], [64] * 3, few), index.match([1, 2, 3], [64] * 3, among).tolist()
+    assert list(matched) == [matched.at(position) for position in range(len(among))] == by_arrays
+    assert matched.most == max(by_arrays)
     rooms = index.rooms(few.listed[-1])
+    matched.put_down(rooms)
+    assert [rooms[slot].matched_tokens for slot in few.listed] == by_arrays
     index.settle()
     assert [rooms[slot].tokens for slot in few.listed] == index.room_tokens(among).tolist()
     assert [rooms[slot].oldest_at_s for slot in few.listed] == index.oldest_at_s(among).tolist()
