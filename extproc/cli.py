@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -37,6 +38,10 @@ cli = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+_GRPC_EXPERIMENTS = "-event_engine_listener"
+"""Read as grpcio is imported. Its event engine reads from sockets in threads of its own, and each message wakes one
+more of them; without it the thread that hands on completions does so itself, at a tenth less CPU for small requests."""
 
 ConfigPath = Annotated[Path, typer.Argument(help="the configuration file", metavar="CONFIG")]
 
@@ -95,6 +100,7 @@ def serve(
 ) -> None:
     """Run the decision process alone; your own Envoy talks to it."""
     gc.disable()  # a tenth of what starting takes, to no avail: what is made now stays; App has it begin again
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)
 
     import uvloop
 
