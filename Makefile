@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,embedded]'
 	@touch $@
 
-$(BUILT): $(READY) hatch_build.py $(shell find extproc policies vllm_adapters -name '*.py')
+$(BUILT): $(READY) hatch_build.py $(shell find extproc policies vllm_adapters ! -name '*.pyc' ! -name __pycache__)
 	@echo "compiling into $(COMPILED): a minute or two"
 	@$(BIN)/python hatch_build.py $(COMPILED)
 	@touch $@
@@ -72,9 +72,9 @@ bench-disturbances: $(READY) ## five disturbances of fleet or traffic: make benc
 	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --disturbances \
 	  --policies $(BENCH_POLICIES),power-of-two,consistent-hash,weighted,long-prompts $(ARGS)
 
-bench-live: $(READY) ## the same order through a real Envoy: make bench-live TRACE=FILE [ARGS=...]
+bench-live: $(BUILT) ## the same order through a real Envoy: make bench-live TRACE=FILE [ARGS=...]
 	@test -n "$(TRACE)" || { echo "name a trace: make bench-live TRACE=conversation_trace.jsonl"; exit 1; }
-	$(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 0.9 \
+	$(AS_BUILT) $(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 0.9 \
 	  --policies round-robin,least-request,llm-d-default,smg-cache-aware,default $(ARGS)
 
 bench-fidelity: $(BUILT) ## the simulator beside a real vLLM on CPU: make bench-fidelity [ARGS='--seeds 5']
@@ -92,9 +92,9 @@ bench-late: $(READY) ## late binding offline, in overload and in a flood: make b
 	  --load 1.05,1.1 --seeds 3 --first-tokens $$told $(ARGS) || exit 1; done
 	$(BIN)/pointsman replay "$(TRACE)" $(BENCH) --policies $(LATE) --flood --load 0.6 --seeds 3 $(ARGS)
 
-bench-late-live: $(READY) ## the same through a real Envoy: make bench-late-live TRACE=FILE [ARGS=...]
+bench-late-live: $(BUILT) ## the same through a real Envoy: make bench-late-live TRACE=FILE [ARGS=...]
 	@test -n "$(TRACE)" || { echo "name a trace: make bench-late-live TRACE=conversation_trace.jsonl"; exit 1; }
-	$(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 1.05,1.1 \
+	$(AS_BUILT) $(BIN)/pointsman replay "$(TRACE)" --live --speed 2 --engines 4 --requests 600 --load 1.05,1.1 \
 	  --policies default,default+late,smg-cache-aware $(ARGS)
 
 bench-binding: $(BUILT) ## the CPU time of one pass of late binding: make bench-binding [ARGS='--passes 300']

@@ -1,6 +1,6 @@
 """Compiles the modules that every request passes through: the same Python, by mypyc, into a wheel or a folder.
 
-Nothing is written for the compiler alone: without it every module runs as it stands, some three times slower. So an
+Nothing is written for the compiler alone: without it every module runs as it stands, some four times slower. So an
 editable install runs interpreted, and a change takes effect at once. What is compiled never lies beside its source,
 where it would hide what was changed since. Not here: which modules (pyproject.toml, at the hook's own section).
 
@@ -30,11 +30,13 @@ flags = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"
 modules = mypycify([*flags, *sys.argv[1:]], opt_level="2", debug_level="0", group_name="pointsman")
 setup(name="pointsman", ext_modules=modules, script_args=["-q", "build_ext", "--inplace"])
 """
+_HEADER = Path(sysconfig.get_path("include"), "Python.h")
+_WHAT_TO_DO = "install a C compiler and Python's headers (gcc, python3-dev), or set POINTSMAN_COMPILE=0 to run slowly"
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 class NoCompiler(Exception):
-    """There is no C compiler."""
+    """There is no C compiler, or it lacks Python's headers."""
 
 
 class CompiledModules(BuildHookInterface):  # type: ignore[type-arg]
@@ -59,8 +61,9 @@ class CompiledModules(BuildHookInterface):  # type: ignore[type-arg]
 def compile_into(target: Path, packages: list[str], modules: list[str]) -> list[Path]:
     """Copy `packages` to `target` and compile `modules` there; what was made. Raise NoCompiler where there is none."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
-    if shutil.which(compiler) is None:
-        raise NoCompiler(f"{compiler} not found: install a C compiler, or set POINTSMAN_COMPILE=0 to run slowly")
+    for needed, found in ((compiler, shutil.which(compiler)), (_HEADER.name, _HEADER.exists())):
+        if not found:
+            raise NoCompiler(f"{needed} not found: {_WHAT_TO_DO}")
     for package in packages:
         shutil.copytree(_ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, check=True)  # noqa: S603 - our own text

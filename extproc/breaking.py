@@ -82,7 +82,7 @@ class Breaking:
 
     def all_busy(self, pool: str) -> Refusal:
         """The refusal of a request for which every endpoint of the pool is too busy: until one of theirs should end."""
-        running = int(self._fleet.state.in_flight[self._fleet.placements[pool].members].sum())
+        running = int(self._fleet.state.load(self._fleet.placements[pool].members)[0].sum())
         wait_s = self._mean_s.get(pool, 0.0) / max(running, 1)
         return _refusal(f"every endpoint of pool {pool} is busy", Reason.ALL_BUSY, wait_s)
 

@@ -40,10 +40,10 @@ class PoolLoad:
 def pool_load(placement: Placement, state: FleetState, waiting: int) -> PoolLoad:
     """The load of one pool, where `waiting` requests have no endpoint yet. In several pools one counts whole."""
     members = placement.members
-    states = state.state[members]
+    states = state.states_of(members)
     there = members[~np.isin(states, _LEAVING)]
-    serving = members[np.isin(states, _SERVING) & state.routable[members]]
+    serving = members[np.isin(states, _SERVING) & state.routable_of(members)]
     of_one = float(placement.ledger.profile.max_num_seqs)
     told = state.most_running[serving]
     places = float(np.where(told > 0, told, of_one).sum())
-    return PoolLoad(int(state.in_flight[there].sum()) + waiting, places, of_one)
+    return PoolLoad(int(state.load(there)[0].sum()) + waiting, places, of_one)

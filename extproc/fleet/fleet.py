@@ -486,7 +486,9 @@ class Fleet:
         member = self._members.get(address)
         if member is not None:
             self.state.set_models(member.slot, listing.models, listing.adapters)
-            self.state.context_tokens[member.slot] = listing.context_tokens or math.inf
+            window = listing.context_tokens or math.inf
+            if window != self.state.window(member.slot):  # to write is to have all verdicts on filters found again
+                self.state.context_tokens[member.slot] = window
             known = self.served_models(address, listing)
             if member.lifecycle.state is State.UNHEALTHY:
                 member.progress_at_s = self._clock()  # what it generated for us is a step, whatever its figures say

@@ -1,7 +1,7 @@
 """Figures that are kept elsewhere, as samples: read from FleetState, the flights, the pools, the breakers when asked.
 
 Not here: what is counted (metrics.py, tallies.py). The page may be made in another thread: FleetState is read by its
-tuple of addresses, which is replaced and never changed.
+tuple of addresses, which is replaced and never changed, and never by taking an array that it may be written by.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StateCollector(Collector):
         """One family per figure."""
         slots = [(slot, address) for slot, address in enumerate(self._state.addresses) if address is not None]
         for name, column, text in _ENDPOINT_GAUGES:
-            figures = getattr(self._state, column)
+            figures = self._state.figures(column)
             known = [(slot, address) for slot, address in slots if figures[slot] == figures[slot]]  # else not a number
             yield _gauge(name, text, ("endpoint",), [((address,), float(figures[slot])) for slot, address in known])
         yield self._states(slots)
@@ -78,10 +78,9 @@ class StateCollector(Collector):
             yield _gauge(name, text, ("pool",), [((pool,), float(getattr(load, figure))) for pool, load in loads])
 
     def _states(self, slots: list[tuple[int, str]]) -> Metric:
+        states = self._state.figures("state")
         samples = [
-            ((address, state.name.lower()), float(self._state.state[slot] == state))
-            for slot, address in slots
-            for state in State
+            ((address, state.name.lower()), float(states[slot] == state)) for slot, address in slots for state in State
         ]
         return _gauge("endpoint_state", "1 for the state the endpoint is in", ("endpoint", "state"), samples)
 

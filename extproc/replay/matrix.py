@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from extproc import is_compiled
 from extproc.replay.entrants import Entrant, entrants
 from extproc.replay.figures import Bounds, Curves, Figures, curves, figures
 from extproc.replay.offline import Fleet, Replay, Run
@@ -70,8 +71,8 @@ class Result:
 
 @cache
 def code_version() -> str:
-    """A hash of the sources that decide an outcome."""
-    digest = hashlib.sha256()
+    """A hash of the sources that decide an outcome, and of whether they are compiled: an exp's last bit may differ."""
+    digest = hashlib.sha256(str(is_compiled()).encode())
     for package, modules in _SOURCES:
         folder = Path(str(resources.files(package)))
         for file in sorted(file for module in modules for file in folder.glob(f"{module}.py")):

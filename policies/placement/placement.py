@@ -167,7 +167,9 @@ class Placement:
 
     def _decision(self, view: View, policy: str, ranking: Ranking, filtered: Filtered) -> Decision:
         """The ranking with all that explains it."""
-        request, addresses, best = view.request, view.state.addresses, ranking.order[0]
+        request, addresses = view.request, view.state.addresses
+        order = tuple([int(slot) for slot in ranking.order])  # a third party's may be numpy's
+        best = order[0]
         matched = view.matched_at(ranking.first)
         if not math.isfinite(ranking.best_score):
             told = f"{addresses[best]} with a score of {ranking.best_score}"
@@ -176,8 +178,8 @@ class Placement:
             pool=self.pool,
             policy=policy,
             choice=_choice(view, matched),
-            order=tuple(ranking.order),
-            addresses=tuple([str(addresses[slot]) for slot in ranking.order]),
+            order=order,
+            addresses=tuple([str(addresses[slot]) for slot in order]),
             matched_tokens=view.matched,
             chosen_matched_tokens=min(int(matched), request.input_tokens),
             ranking=ranking,

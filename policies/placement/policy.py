@@ -67,9 +67,9 @@ class Pricing(Protocol):
 
 
 def ranking(view: View, scores: Floats, parts: dict[str, Floats], positions: list[int]) -> Ranking:
-    """`positions` into the view's candidates, best first, as slots."""
-    order = [view.slots.item(position) for position in positions]
-    return Ranking(order, view.slots, positions[0], scores.item(positions[0]), lambda: (scores, parts))
+    """`positions` into the view's candidates, best first, as slots. Numpy's integers will do as well."""
+    order, first = [view.slots.item(position) for position in positions], int(positions[0])
+    return Ranking(order, view.slots, first, scores.item(first), lambda: (scores, parts))
 
 
 Scored: TypeAlias = tuple[Floats, dict[str, Floats]]

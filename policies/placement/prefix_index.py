@@ -170,6 +170,8 @@ class PrefixIndex:
         Returns the stay to release it with; how many blocks from the start other requests use; and of each behind
         these that rested there, since when it did.
         """
+        if len(hashes) != len(tokens):
+            raise ValueError("as many tokens as hashes, one of each per block")
         shelf = self._shelf(slot)
         users, idle = shelf.users, shelf.idle
         in_use = 0
