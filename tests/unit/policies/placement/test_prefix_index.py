@@ -216,20 +216,35 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
         assert tokens <= 64 * shared
     for place, stay, begun in running:
         index.release(place, stay, begun, 99.0)
-    assert not any(shelf.users for shelf in index._shelves.values())
+    assert not any(held.users for shelf in index._shelves.values() for held in shelf.blocks.values())
     _check_books(index, capacity)
 
 
 def _check_books(index: PrefixIndex, capacity: int) -> None:
     held = dict.fromkeys(index._holders, 0)
     for slot, shelf in index._shelves.items():
-        assert shelf.held_tokens == sum(shelf.tokens.values())
-        assert not shelf.idle or shelf.held_tokens <= capacity
-        assert shelf.tokens.keys() == shelf.users.keys() | shelf.idle.keys()
-        assert not shelf.users.keys() & shelf.idle.keys()
-        for block in shelf.tokens:
+        assert shelf.held_tokens == sum(block.tokens for block in shelf.blocks.values())
+        idle = [block.block for block in shelf.blocks.values() if not block.users]
+        assert not idle or shelf.held_tokens <= capacity
+        shelf.tidy()
+        assert sorted(block.block for block in shelf.queue) == sorted(idle)
+        for block in shelf.blocks:
             held[block] |= 1 << slot
     assert held == index._holders
+
+
+def test_a_queue_does_not_grow_with_every_use() -> None:
+    """A prompt that is used again and again waits in one place, and the order is that of its last use."""
+    index = PrefixIndex(3 * 64)
+    index.insert(0, [7], [64], 0.0)
+    for turn in range(5_000):
+        index.insert(0, [1, 2], [64, 64], 1.0 + turn)
+    assert len(index._shelves[0].queue) < 500
+    index.insert(0, [8], [64], 9_000.0)
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
+    assert index.match([7], [64], _slots(0)).tolist() == [0]
+    index.insert(0, [9], [64], 9_001.0)
+    assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [64]
 
 
 def _shared(left: list[int], right: list[int]) -> int:
