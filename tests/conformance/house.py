@@ -127,4 +127,5 @@ class House:
         for placement in self.fleet.placements.values():
             assert not placement.ledger.pending.any()
             assert not placement.ledger.pending_tokens.any()
-            assert not any(shelf.users for shelf in placement.index._shelves.values())
+            shelves = placement.index._shelves.values()
+            assert not any(held.users for shelf in shelves for held in shelf.blocks.values())

@@ -111,7 +111,8 @@ class House:
             state.in_flight, state.in_flight_prompt_tokens, state.in_flight_uncached_tokens,
             ledger.pending, ledger.pending_tokens, ledger.pending_work,
         )  # fmt: skip
-        pinned = [shelf.users for shelf in self.placement.index._shelves.values()]
+        shelves = self.placement.index._shelves.values()
+        pinned = [{block: held.users for block, held in shelf.blocks.items() if held.users} for shelf in shelves]
         return not any(any(count) for count in counts) and not any(pinned)
 
 
@@ -600,7 +601,7 @@ class FlightMachine(RuleBasedStateMachine):
         for slot in state:
             assert 0 <= placement.ledger.pending[slot] <= state.in_flight[slot]
             shelf = placement.index._shelves.get(slot)
-            for users in shelf.users.values() if shelf else ():
+            for users in [held.users for held in shelf.blocks.values() if held.users] if shelf else ():
                 assert 0 < users <= state.in_flight[slot]
 
     @invariant()

@@ -106,7 +106,8 @@ class House:
         pinned: list[Any] = []
         for placement in self.fleet.placements.values():
             counts += [placement.ledger.pending, placement.ledger.pending_tokens]
-            pinned += [shelf.users for shelf in placement.index._shelves.values()]
+            shelves = placement.index._shelves.values()
+            pinned += [[held for held in shelf.blocks.values() if held.users] for shelf in shelves]
         return not (self.flights.open_count or any(count.any() for count in counts) or any(pinned))
 
     def faults(self) -> float:

@@ -65,7 +65,7 @@ class _Watched(Replay):
             for block in self._trace.requests[one.request_id].blocks[: self._full(one)]
         }
         shelf = self._placement.index._shelves.get(slot)
-        indexed = set(shelf.tokens) if shelf else set()
+        indexed = set(shelf.blocks) if shelf else set()
         return complete | coming, cache.capacity - len(complete & indexed)
 
     def _full(self, one: Any) -> int:
