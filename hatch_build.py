@@ -32,6 +32,8 @@ setup(name="pointsman", ext_modules=modules, script_args=["-q", "build_ext", "--
 """
 _HEADER = Path(sysconfig.get_path("include"), "Python.h")
 _WHAT_TO_DO = "install a C compiler and Python's headers (gcc, python3-dev), or set POINTSMAN_COMPILE=0 to run slowly"
+_AS_INTERPRETED = "-ffp-contract=off"
+"""Else a compiler may round a product and a sum once, where two roundings are what Python does."""
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -66,7 +68,8 @@ def compile_into(target: Path, packages: list[str], modules: list[str]) -> list[
             raise NoCompiler(f"{needed} not found: {_WHAT_TO_DO}")
     for package in packages:
         shutil.copytree(_ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, check=True)  # noqa: S603 - our own text
+    flags = {"CFLAGS": f"{os.environ.get('CFLAGS', '')} {_AS_INTERPRETED}"}
+    subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, env=os.environ | flags, check=True)  # noqa: S603 - our own text
     shutil.rmtree(target / "build")
     return sorted(target.rglob(f"*{_SUFFIX}"))
 
