@@ -431,9 +431,8 @@ class Reservation:
 
     The ledger's marks: `work` is its prefill, `backlog` what was to be done before it, in tokens of a short prompt;
     `pending` while its first token is not known to have come; `crowded`: the engine had no room for it yet.
-    `class_name`: counts as one of this class, with `claimed_tokens` of the KV cache. The index's: `blocks` are pinned
-    for it, in that `stay`; the first `idle_blocks` of them were there before, and not just by word of another request
-    under way. `promise`: what it promised, where that is to be compared. `side_by_side`: answers made at once.
+    `class_name`: counts as one of this class, with `claimed_tokens` of the KV cache. The index's: `pinned` for it are
+    these blocks; `promise`: what it promised, where that is to be compared. `side_by_side`: answers made at once.
     """
 
     slot: int
@@ -446,9 +445,7 @@ class Reservation:
     crowded: bool
     class_name: str | None
     claimed_tokens: float
-    blocks: Sequence[int]
-    stay: int
-    idle_blocks: int
+    pinned: Any
     promise: Promise | None
     side_by_side: float
 
@@ -465,9 +462,7 @@ class Reservation:
         crowded: bool = False,
         class_name: str | None = None,
         claimed_tokens: float = 0.0,
-        blocks: Sequence[int] = (),
-        stay: int = 0,
-        idle_blocks: int = 0,
+        pinned: Any = None,  # noqa: ANN401 - a Pinned of prefix_index.py, which imports these words
         promise: Promise | None = None,
         side_by_side: float = 1.0,
     ) -> None:
@@ -481,9 +476,7 @@ class Reservation:
         self.crowded = crowded
         self.class_name = class_name
         self.claimed_tokens = claimed_tokens
-        self.blocks = blocks
-        self.stay = stay
-        self.idle_blocks = idle_blocks
+        self.pinned = pinned
         self.promise = promise
         self.side_by_side = side_by_side
 

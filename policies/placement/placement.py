@@ -20,7 +20,7 @@ from policies.placement.calibration import Calibration
 from policies.placement.filters import FILTERS, STANDING, Filter, Roll, exceeds_context, named, ready, sift
 from policies.placement.ledger import Ledger
 from policies.placement.policy import BadScore, Policy, Pricing
-from policies.placement.prefix_index import PrefixIndex
+from policies.placement.prefix_index import Pinned, PrefixIndex
 from policies.placement.view import View
 from policies.types import (
     Choice,
@@ -218,27 +218,32 @@ class Placement:
         )
         if request.precise is None:  # else it was the engine's word, and not this index's
             self.calibration.promised(slot, decision.chosen_matched_tokens)
-        in_use, rested = self._book(request, reservation, state, now_s)
-        reservation.promise = self.calibration.promise(slot, request.block_tokens, in_use, rested, now_s)
+        rested: list[float] | None = [] if self.calibration.enabled else None
+        pinned = self._book(request, reservation, state, now_s, rested)
+        if rested is not None:
+            reservation.promise = self.calibration.promise(slot, request.block_tokens, pinned.in_use, rested, now_s)
         return reservation
 
     def _book(
-        self, request: InferenceRequest, reservation: Reservation, state: FleetState, now_s: float
-    ) -> tuple[int, list[float]]:
-        """Returns how many of its blocks were in use, and since when those behind them were at rest."""
+        self,
+        request: InferenceRequest,
+        reservation: Reservation,
+        state: FleetState,
+        now_s: float,
+        rested: list[float] | None = None,
+    ) -> Pinned:
+        """What it uses of the endpoint's cache; `rested` is told since when those were at rest that were."""
         blocks, tokens = self._blocks_of(request)
-        reservation.blocks = blocks
         if request.choices > 1:
             reservation.side_by_side = request.choices / self.waves(request, reservation.slot, state)
-        reservation.stay, in_use, rested = self.index.pin(reservation.slot, blocks, tokens)
-        reservation.idle_blocks = 0 if in_use else len(rested)
+        reservation.pinned = pinned = self.index.pin(reservation.slot, blocks, tokens, rested)
         reservation.crowded = self._is_crowded(reservation.slot, state)
         self.ledger.committed(reservation, now_s)
         if request.class_name is not None:
             reservation.class_name = request.class_name
             reservation.claimed_tokens = request.input_tokens + self.ledger.answer_tokens(request)
             self.class_use.book(reservation.class_name, reservation.slot, 1, reservation.claimed_tokens)
-        return in_use, rested
+        return pinned
 
     def waves(self, request: InferenceRequest, slot: int, state: FleetState) -> int:
         """In how many turns an engine writes all of a request's answers, if it does nothing else."""
@@ -270,20 +275,17 @@ class Placement:
     def ended(self, reservation: Reservation, now_s: float) -> None:
         """The request is over; its place in the fleet's counts is given back by its Flight."""
         self.ledger.ended(reservation, now_s)
-        self.index.release(reservation.slot, reservation.stay, reservation.blocks, now_s)
-        reservation.blocks = ()
+        if reservation.pinned is not None:
+            self.index.release(reservation.pinned, now_s)
+            reservation.pinned = None
         if reservation.class_name is not None:
             self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
             reservation.class_name = None
 
     def failed(self, reservation: Reservation) -> None:
-        """The endpoint did not take the request: it did not get the part of the prompt it lacked either.
-
-        Nor what it was only about to get with other requests: if they fail too, nobody brought it.
-        """
-        kept = reservation.idle_blocks
-        self.index.discard(reservation.slot, reservation.stay, reservation.blocks[kept:])
-        reservation.blocks = reservation.blocks[:kept]
+        """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
+        if reservation.pinned is not None:
+            self.index.discard(reservation.pinned)
 
     def moved(
         self, request: InferenceRequest, reservation: Reservation, slot: int, state: FleetState, now_s: float

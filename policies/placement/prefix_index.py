@@ -97,6 +97,25 @@ class _Shelf:
         self.queue, self.first = waiting, 0
 
 
+class Pinned:
+    """Blocks that one request in flight uses on one shelf, in that `stay`: it is released with this.
+
+    The first `in_use` of them others were using, and the `idle` ones behind these rested there.
+    """
+
+    def __init__(self, slot: int, stay: int) -> None:
+        self.slot = slot
+        self.stay = stay
+        self.in_use = 0
+        self.idle = 0
+        self.blocks: list[_Held] = []
+
+    @property
+    def kept(self) -> int:
+        """How many were there before, and not just by word of another request under way."""
+        return 0 if self.in_use else self.idle
+
+
 class Room:
     """Of one endpoint the tokens that fit before something is evicted; since when what would be is idle, else endless.
 
@@ -214,89 +233,93 @@ class PrefixIndex:
                 found[position] = sum(tokens[: _in_use(shelf, hashes)])
         return found
 
-    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int]) -> tuple[int, int, list[float]]:
-        """A request with this prompt goes to `slot`.
-
-        Returns the stay to release it with; how many blocks from the start other requests use; and of each behind
-        these that rested there, since when it did.
-        """
+    def pin(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], rested: list[float] | None = None) -> Pinned:
+        """A request with this prompt goes to `slot`. Of the blocks that rested there, `rested` is told since when."""
         if len(hashes) != len(tokens):
             raise ValueError("as many tokens as hashes, one of each per block")
         shelf = self._shelf(slot)
-        held_of = shelf.blocks
-        in_use = 0
-        rested: list[float] = []
+        pinned = Pinned(slot, shelf.stay)
+        held_of, used = shelf.blocks, pinned.blocks
         blocks: Sequence[_Block] = hashes
         for block in blocks:
             held = held_of.get(block)
             if held is None:
                 break
             if not held.users:
-                rested.append(held.since_s)
-            elif rested:
+                pinned.idle += 1
+                if rested is not None:
+                    rested.append(held.since_s)
+            elif pinned.idle:
                 break
-            else:
-                in_use += 1
             held.users += 1
-        there = in_use + len(rested)
+            used.append(held)
+        there = len(used)
+        pinned.in_use = there - pinned.idle
         if there < len(blocks):
-            self._bring(slot, shelf, blocks[there:], tokens[there:])
+            self._bring(slot, shelf, blocks[there:], tokens[there:], used)
         if shelf.held_tokens > shelf.capacity_tokens:
             self._evict(slot, shelf)
         self._note(slot, shelf)
-        return shelf.stay, in_use, rested
+        return pinned
 
-    def _bring(self, slot: int, shelf: _Shelf, hashes: Sequence[_Block], tokens: Sequence[int]) -> None:
+    def _bring(
+        self, slot: int, shelf: _Shelf, hashes: Sequence[_Block], tokens: Sequence[int], used: list[_Held]
+    ) -> None:
         """Pin these blocks, which are not there, but for those that were left behind when others were discarded."""
         held_of, holders, bit, brought = shelf.blocks, self._holders, 1 << slot, 0
         for block, block_tokens in zip(hashes, tokens):  # noqa: B905 - as many, and strict zip is slow when compiled
             held = held_of.get(block)
             if held is not None:
                 held.users += 1
+                used.append(held)
                 continue
-            held_of[block] = _Held(block, block_tokens, 1)
+            brings = held_of[block] = _Held(block, block_tokens, 1)
+            used.append(brings)
             brought += block_tokens
             holders[block] = holders.get(block, 0) | bit
         shelf.held_tokens += brought
 
-    def release(self, slot: int, stay: int, hashes: Sequence[int], now_s: float) -> None:
-        """The request is over: what no other uses is idle from now on."""
-        shelf = self._shelves.get(slot)
-        if shelf is None or shelf.stay != stay:
+    def release(self, pinned: Pinned, now_s: float) -> None:
+        """The request is over: what no other uses is idle from now on, the tail of the prompt longest."""
+        shelf = self._shelves.get(pinned.slot)
+        if shelf is None or shelf.stay != pinned.stay:
             return
-        held_of, queue = shelf.blocks, shelf.queue
-        blocks: Sequence[_Block] = hashes
-        for block in reversed(blocks):
-            held = held_of[block]
+        queue, blocks = shelf.queue, pinned.blocks
+        for position in range(len(blocks) - 1, -1, -1):
+            held = blocks[position]
             held.users -= 1
             if not held.users:
                 held.since_s = now_s
                 held.queued += 1
                 queue.append(held)
+        pinned.blocks = []
         if shelf.held_tokens > shelf.capacity_tokens:
-            self._evict(slot, shelf)
-        if len(queue) > 2 * len(held_of) + _MOST_LEFT:
+            self._evict(pinned.slot, shelf)
+        if len(queue) > 2 * len(shelf.blocks) + _MOST_LEFT:
             shelf.tidy()
-        self._note(slot, shelf)
+        self._note(pinned.slot, shelf)
 
-    def discard(self, slot: int, stay: int, hashes: Sequence[int]) -> None:
-        """Release blocks that `slot` was believed to get and did not: gone, unless another request uses them."""
-        shelf = self._shelves.get(slot)
-        if shelf is None or shelf.stay != stay:
+    def discard(self, pinned: Pinned) -> None:
+        """Release what the endpoint was believed to get and did not: gone, unless another request uses it.
+
+        Nor did it get what it was only about to get with other requests: if they fail too, nobody brought it.
+        """
+        shelf = self._shelves.get(pinned.slot)
+        if shelf is None or shelf.stay != pinned.stay:
             return
-        for block in hashes:
-            held = shelf.blocks[block]
+        for held in pinned.blocks[pinned.kept :]:
             held.users -= 1
             if not held.users:
                 held.users = -1
-                del shelf.blocks[block]
+                del shelf.blocks[held.block]
                 shelf.held_tokens -= held.tokens
-                self._unhold(block, slot)
-        self._note(slot, shelf)
+                self._unhold(held.block, pinned.slot)
+        pinned.blocks = pinned.blocks[: pinned.kept]
+        self._note(pinned.slot, shelf)
 
     def insert(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> None:
         """A request with this prompt was served and is over."""
-        self.release(slot, self.pin(slot, hashes, tokens)[0], hashes, now_s)
+        self.release(self.pin(slot, hashes, tokens), now_s)
 
     def set_capacity(self, slot: int, capacity_tokens: int) -> None:
         """Use the KV capacity the engine reports, in tokens; shrinking evicts at once."""

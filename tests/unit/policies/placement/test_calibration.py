@@ -61,9 +61,10 @@ class Engine:
 
     def promise(self, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> Promise | None:
         """One request's; it ends at once."""
-        stay, in_use, rested = self.index.pin(SLOT, hashes, tokens)
-        promise = self.calibration.promise(SLOT, tokens, in_use, rested, now_s)
-        self.index.release(SLOT, stay, hashes, now_s)
+        rested: list[float] = []
+        pinned = self.index.pin(SLOT, hashes, tokens, rested)
+        promise = self.calibration.promise(SLOT, tokens, pinned.in_use, rested, now_s)
+        self.index.release(pinned, now_s)
         return promise
 
     def _look_up(self, hashes: list[int]) -> int:
@@ -282,8 +283,7 @@ class Busy:
         self.promises: dict[int, int] = dict.fromkeys(self.slots, 0)
         for slot in self.slots:
             self.calibration.set_capacity(slot, REPORTED)
-            stay, *_ = self.index.pin(slot, self.hashes, self.tokens)
-            self.index.release(slot, stay, self.hashes, 0.0)
+            self.index.insert(slot, self.hashes, self.tokens, 0.0)
 
     @property
     def walks(self) -> int:

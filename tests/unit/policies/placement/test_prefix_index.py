@@ -134,12 +134,12 @@ def _chain(path: list[int]) -> list[int]:
 def test_what_is_in_use_is_not_evicted() -> None:
     """A running request's prompt outlives one that came later and is over; once idle, the longest idle goes first."""
     index = PrefixIndex(256)
-    stay, *_ = index.pin(0, [1, 2], [64, 64])
+    pinned = index.pin(0, [1, 2], [64, 64])
     index.insert(0, [3, 4], [64, 64], 1.0)
     index.insert(0, [5, 6], [64, 64], 2.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
     assert index.match([3, 4], [64, 64], _slots(0)).tolist() == [0]
-    index.release(0, stay, [1, 2], 3.0)
+    index.release(pinned, 3.0)
     index.insert(0, [7, 8], [64, 64], 4.0)
     assert index.match([5, 6], [64, 64], _slots(0)).tolist() == [0]
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
@@ -148,33 +148,35 @@ def test_what_is_in_use_is_not_evicted() -> None:
 def test_a_block_is_in_use_until_its_last_user_ends() -> None:
     """Two requests with the same head: the second keeps it when the first is over."""
     index = PrefixIndex(128)
-    (first, *_), (second, *_) = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
+    first, second = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 9], [64, 64])
     assert index.room_tokens(_slots(0)).tolist() == [-64]
-    index.release(0, first, [1, 2], 1.0)
+    index.release(first, 1.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [64]
     assert index.match([1, 9], [64, 64], _slots(0)).tolist() == [128]
-    index.release(0, second, [1, 9], 2.0)
+    index.release(second, 2.0)
     assert index.held_tokens(0) == 128
 
 
 def test_what_did_not_get_there_is_not_held() -> None:
     """Unless another request brought it."""
     index = PrefixIndex(10_000)
-    stay, *_ = index.pin(0, [1, 2, 3], [64, 64, 64])
+    index.insert(0, [1], [64], 0.0)
+    pinned = index.pin(0, [1, 2, 3], [64, 64, 64])
     index.pin(0, [1, 2], [64, 64])
-    index.discard(0, stay, [2, 3])
-    index.release(0, stay, [1], 1.0)
+    index.discard(pinned)
+    index.release(pinned, 1.0)
+    index.discard(pinned)  # once more, by another log: nothing is left of it
     assert index.match([1, 2, 3], [64, 64, 64], _slots(0)).tolist() == [128]
 
 
 def test_a_request_from_before_a_restart_releases_nothing() -> None:
     """What it pinned is gone; what others have pinned since is theirs."""
     index = PrefixIndex(10_000)
-    before, *_ = index.pin(0, [1, 2], [64, 64])
+    before = index.pin(0, [1, 2], [64, 64])
     index.forget(0)
     index.pin(0, [1, 2], [64, 64])
-    index.release(0, before, [1, 2], 1.0)
-    index.discard(0, before, [1, 2])
+    index.discard(before)
+    index.release(before, 1.0)
     assert index.match([1, 2], [64, 64], _slots(0)).tolist() == [128]
     assert index.oldest_at_s(_slots(0)).tolist() == [np.inf]
 
@@ -183,8 +185,9 @@ def test_only_idle_blocks_are_surely_there() -> None:
     """What other requests have only pinned may never come."""
     index = PrefixIndex(10_000)
     index.insert(0, [1, 2], [64, 64], 0.0)
-    assert index.pin(0, [1, 2, 3], [64, 64, 64]) == (0, 0, [0.0, 0.0])
-    assert index.pin(0, [1, 2, 3, 4], [64] * 4) == (0, 3, [])
+    first, second = index.pin(0, [1, 2, 3], [64, 64, 64]), index.pin(0, [1, 2, 3, 4], [64] * 4)
+    assert (first.in_use, first.idle, first.kept) == (0, 2, 2)
+    assert (second.in_use, second.idle, second.kept) == (3, 0, 0)
 
 
 _steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "forget"]))
@@ -201,21 +204,21 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
         if what == "serve":
             index.insert(slot, chain, [64] * len(path), float(position))
         elif what == "begin":
-            running.append((slot, index.pin(slot, chain, [64] * len(path))[0], chain))
+            running.append(index.pin(slot, chain, [64] * len(path)))
         elif what == "forget":
             index.forget(slot)
         elif running:
-            place, stay, begun = running.pop(len(running) // 2)
-            kept = len(begun) // 2 if what == "fail" else len(begun)
-            index.discard(place, stay, begun[kept:])
-            index.release(place, stay, begun[:kept], float(position))
+            pinned = running.pop(len(running) // 2)
+            if what == "fail":
+                index.discard(pinned)
+            index.release(pinned, float(position))
         _check_books(index, capacity)
     matched = index.match(_chain(asked), [64] * len(asked), _slots(0, 1, 2, 3))
     for slot, tokens in enumerate(matched):
         shared = max((_shared(asked, path) for s, path, _ in steps if s == slot), default=0)
         assert tokens <= 64 * shared
-    for place, stay, begun in running:
-        index.release(place, stay, begun, 99.0)
+    for pinned in running:
+        index.release(pinned, 99.0)
     assert not any(held.users for shelf in index._shelves.values() for held in shelf.blocks.values())
     _check_books(index, capacity)
 
@@ -262,9 +265,16 @@ def test_what_rests_of_a_prompt_is_told_apart_from_what_is_in_use() -> None:
     index.insert(0, [1, 2, 3, 4], [10, 20, 30, 40], 5.0)
     index.insert(0, [1, 2, 3], [10, 20, 30], 7.0)
     index.pin(0, [1], [10])
-    assert index.pin(0, [1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]) == (0, 1, [7.0, 7.0, 5.0])
-    assert index.pin(0, [9, 1], [10, 10]) == (0, 0, [])
-    assert index.pin(3, [1], [10]) == (0, 0, [])
+    assert _rested(index, 0, [1, 2, 3, 4, 5, 6], [10, 20, 30, 40, 50, 60]) == (1, [7.0, 7.0, 5.0])
+    assert _rested(index, 0, [9, 1], [10, 10]) == (0, [])
+    assert _rested(index, 3, [1], [10]) == (0, [])
+
+
+def _rested(index: PrefixIndex, slot: int, hashes: list[int], tokens: list[int]) -> tuple[int, list[float]]:
+    rested: list[float] = []
+    pinned = index.pin(slot, hashes, tokens, rested)
+    assert pinned.idle == len(rested)
+    return pinned.in_use, rested
 
 
 def test_depths_are_told_by_since_when_their_blocks_rest() -> None:
