@@ -188,13 +188,16 @@ def parse_body(
         return no_model()
     if reader.required and not any(values[place] for place in reader.required):
         return refuse(f"you must provide {' or '.join(api.required)}", Reason.INVALID_REQUEST, api.required[0])
-    return _parsed(api.kind, values, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws, len(body)))
+    return _parsed(api.kind, values, model, b"".join(raws) if len(body) <= PART_BYTES else _joined(raws, body))
 
 
-def _joined(raws: _Values, body_bytes: int) -> bytes | memoryview:
+def _joined(raws: _Values, body: bytes) -> bytes | memoryview:
     """All of them; one alone without a copy if it is most of the body, which a view keeps for as long as itself."""
     given = [raw for raw in raws if raw]
-    return memoryview(given[0]) if len(given) == 1 and 2 * len(given[0]) > body_bytes else b"".join(given)
+    if len(given) != 1 or 2 * len(given[0]) <= len(body):
+        return b"".join(given)
+    start, end = locate(body, given[0])
+    return memoryview(body)[start:end]
 
 
 def _parsed(kind: Kind, values: _Values, model: str, prompt: bytes | memoryview) -> Parsed:
@@ -289,9 +292,9 @@ def request_steps(
 ) -> Steps[InferenceRequest]:
     """The same, in steps; and in parts, each of which is counted and hashed while it is at hand."""
     prompt, seed = memoryview(parsed.prompt), seed_of(model, None, parsed.cache_salt)
-    count, hashes, images = Count(), list[int](), list[Span]()
+    count, hashes, images = Count(prompt), list[int](), list[Span]()
     for number, start in enumerate(range(0, len(prompt), PART_BYTES), 1):
-        count.add(prompt, start)
+        count.add(start)
         hash_more(prompt, min(start + PART_BYTES, len(prompt)), seed, hashes)
         if not number % PARTS_A_STEP:
             yield

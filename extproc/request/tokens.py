@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from extproc.request.splice import address_of
 from extproc.request.steps import Steps, at_once
 
 _FIRST_CJK_LEAD: Final = 0xE3
@@ -20,8 +21,8 @@ _CJK_LEADS: Final = 11
 """First bytes of UTF-8 for U+3000..U+DFFF: kana, CJK ideographs, Hangul. Each starts a 3-byte character."""
 _ESCAPE: Final = b"\\u"
 _ESCAPE_BYTES: Final = 6
-_BACKSLASH: Final = 0x5C
-_SEMICOLON: Final = 0x3B
+_BACKSLASH: Final = b"\\"
+_SEMICOLON: Final = b";"
 PART_BYTES: Final = 65_536
 """Of a long text, which is asked everything in parts: each stays in the processor's cache for all questions.
 
@@ -68,25 +69,33 @@ def estimate_tokens(text: bytes, rates: TokenRates) -> int:
 
 
 class Count:
-    """What is counted of a long text, part by part. `images`: there may be some."""
+    """What is counted of a long text, part by part. `images`: there may be some.
 
-    def __init__(self) -> None:
+    A view into bytes is not copied: these are searched where it lies in them.
+    """
+
+    def __init__(self, text: bytes | memoryview) -> None:
+        whole = text if isinstance(text, bytes) else text.obj
+        self._whole: bytes = whole if isinstance(whole, bytes) else bytes(text)
+        self._start = address_of(text) - address_of(self._whole) if isinstance(whole, bytes) else 0
+        self._end = self._start + len(text)
         self._cjk = 0
         self._escaped = 0
         self._bytes = 0
         self.images = False
 
-    def add(self, text: bytes | memoryview, start: int) -> None:
+    def add(self, start: int) -> None:
         """The part that starts there."""
-        part = bytes(text[start : start + PART_BYTES + _MARK_BYTES - 1])  # as far as what begins in it may reach
-        size = min(PART_BYTES, len(text) - start)
-        self._bytes += size
-        if not part.isascii():
-            self._cjk += _cjk_characters(part[:size])
-        if _BACKSLASH in part:
-            self._escaped += _count_pair(part[: size + 1], _ESCAPE)
-        if not self.images:
-            self.images = _may_have_images(part)
+        whole, begin = self._whole, self._start + start
+        end = min(begin + PART_BYTES, self._end)
+        reach = min(end + _MARK_BYTES - 1, self._end)  # as far as what begins in it may
+        self._bytes += end - begin
+        if np.frombuffer(whole, np.int8, end - begin, begin).min() < 0:  # some byte is not ASCII's
+            self._cjk += _cjk_characters(whole[begin:end])
+        if whole.find(_BACKSLASH, begin, end) >= 0:
+            self._escaped += _count_pair(whole[begin : min(end + 1, self._end)], _ESCAPE)
+        if not self.images and whole.find(_SEMICOLON, begin, reach) >= 0:  # as _may_have_images
+            self.images = whole.rfind(_DATA_MARK, begin, reach) >= 0
 
     def tokens(self, rates: TokenRates) -> int:
         """Of all parts, at least 1."""
@@ -94,9 +103,9 @@ class Count:
 
 
 def _estimate_steps(text: bytes, rates: TokenRates) -> Steps[int]:
-    count = Count()
+    count = Count(text)
     for number, start in enumerate(range(0, len(text), PART_BYTES), 1):
-        count.add(text, start)
+        count.add(start)
         if not number % PARTS_A_STEP:
             yield
     return count.tokens(rates)
