@@ -19,7 +19,8 @@ def test_an_engine_of_another_kind_is_scored_by_its_figures(
     """One is full of others' requests, which only its metrics tell: a policy that goes by these avoids it."""
     sizes = ("--kv-capacity-tokens", "60000", "--max-model-len", "60000")
     busy, free = engines = make_engines(2, "--metrics", dialect, *sizes)
-    system = make_system(pools=[pool_of(engines, policy="llm-d-default")])
+    never_stale = {"stale_after_intervals": 1_000}  # a policy that goes by figures must have them on a busy machine too
+    system = make_system(pools=[pool_of(engines, policy="llm-d-default")], scrape=never_stale)
     system.wait_pickable(busy.address, free.address)
     with httpx.Client(base_url=f"http://{busy.address}", timeout=HANG_GUARD_S) as client:
         body = chat(PROMPT, max_tokens=20_000, stream=True)
@@ -43,6 +44,8 @@ def test_an_engine_that_gives_its_requests_up_is_counted_and_tried(
     [engine] = make_engines(1)
     system = make_system(pools=[pool_of([engine])])
     system.wait_pickable(engine.address)
+    scraped = system.total("pointsman_scrapes_total")
+    eventually(lambda: system.total("pointsman_scrapes_total") >= scraped + 2, "what our trial ended is counted apart")
     url = f"{system.url}/v1/chat/completions"
     with ThreadPoolExecutor(1) as executor:
         request = executor.submit(httpx.post, url, json=chat("all", max_tokens=50_000), timeout=HANG_GUARD_S)
@@ -51,6 +54,7 @@ def test_an_engine_that_gives_its_requests_up_is_counted_and_tried(
         answer = request.result()
     assert (answer.status_code, answer.json()["choices"][0]["finish_reason"]) == (200, "abort")
     eventually(lambda: system.total("pointsman_engine_finished_total", 'reason="abort"') == 1, "it is counted")
+    left = 'to="unhealthy"'
+    eventually(lambda: system.total("pointsman_endpoint_transitions_total", left) == 1, "it has to answer first")
     eventually(lambda: system.fleet()[engine.address]["state"] == "ready", "it is back")
-    assert system.total("pointsman_endpoint_transitions_total", 'to="unhealthy"') == 1
     assert httpx.post(url, json=chat("hello", max_tokens=2), timeout=HANG_GUARD_S).status_code == 200
