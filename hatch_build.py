@@ -1,8 +1,9 @@
 """Compiles the modules that every request passes through: the same Python, by mypyc, into a wheel or a folder.
 
-Nothing is written for the compiler alone: without it every module runs as it stands, some four times slower. So an
-editable install runs interpreted, and a change takes effect at once. What is compiled never lies beside its source,
-where it would hide what was changed since. Not here: which modules (pyproject.toml, at the hook's own section).
+The sources are shaped for the compiler (classes of their own, constructors written out, plain loops), and run without
+it as they stand, some four times slower. So an editable install runs interpreted, and a change takes effect at once.
+What is compiled never lies beside its source, where it would hide what was changed since. Not here: which modules
+(pyproject.toml, at the hook's own section).
 
     python hatch_build.py build/compiled    # the packages with their compiled modules, to be put first on PYTHONPATH
 """
