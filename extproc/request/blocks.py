@@ -1,8 +1,11 @@
 """A prompt as a chain of block hashes, each with its share of the tokens.
 
-Blocks grow with depth (256 B, doubling every 64 blocks), so a 4 MB prompt has 500 blocks and not 16,000; a growing
-block only loses resolution where the prefix is already long. Each hash is seeded by the one before it, the first by
-model, adapter and cache salt: equal bytes give equal hashes in every process and replica.
+Blocks grow with depth: each is a thirty-second of what comes before it, 256 bytes at least. So a prompt of half a
+megabyte has 164 and one of 4 MB 234, not 2,000 and 16,000, and of a shared prefix a sixty-fourth goes unnoticed on
+average, however long it is: over the prefixes of a public trace of conversations 1.4 %, 64 tokens. Rejected: doubling
+every 64 blocks, which notices as little of a prefix of 16 KB and twice as much of one of 500 KB, for twice as many
+blocks (313), each of which is hashed, looked up, held and evicted. Each hash is seeded by the one before it, the first
+by model, adapter and cache salt: equal bytes give equal hashes in every process and replica.
 """
 
 from __future__ import annotations
@@ -18,17 +21,15 @@ import xxhash
 from extproc.request.tokens import Span
 
 FIRST_BLOCK_BYTES: Final = 256
-BLOCKS_PER_SIZE: Final = 64
-
-_MOST_DOUBLINGS: Final = 24
-"""As far as blocks grow, after hundreds of gigabytes."""
+_OF_WHAT_PRECEDES: Final = 32
+_LONGEST_BYTES: Final = 1 << 38
+"""No prompt is as long."""
 
 
 def _ends() -> list[int]:
     ends = [0]
-    for doublings in range(_MOST_DOUBLINGS):
-        size = FIRST_BLOCK_BYTES << doublings
-        ends.extend(range(ends[-1] + size, ends[-1] + size * BLOCKS_PER_SIZE + 1, size))
+    while ends[-1] < _LONGEST_BYTES:
+        ends.append(ends[-1] + max(FIRST_BLOCK_BYTES, ends[-1] // _OF_WHAT_PRECEDES))
     return ends
 
 

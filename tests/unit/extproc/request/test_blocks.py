@@ -16,17 +16,19 @@ SEED = seed_of("m", None, None)
 RATES = TokenRates()
 
 
-def test_blocks_double_in_size_every_sixty_four() -> None:
-    """64 of 256 bytes, 64 of 512, 64 of 1,024 and what is left in whole blocks of 2,048."""
-    _, ends = block_hashes(bytes(64 * (256 + 512 + 1024) + 3 * 2048 + 100), SEED)
+def test_a_block_is_a_thirty_second_of_what_precedes_it() -> None:
+    """256 bytes up to 8 KB and a block, which have 33; and from there on as much of what comes before."""
+    _, ends = block_hashes(bytes(1 << 20), SEED)
     sizes = [after - before for before, after in pairwise([0, *ends])]
-    assert sizes == [256] * 64 + [512] * 64 + [1024] * 64 + [2048] * 3
+    assert sizes[:35] == [256] * 33 + [264, 272]
+    assert all(size == before // 32 for before, size in zip(ends[32:], sizes[33:], strict=False))
 
 
-def test_a_four_megabyte_prompt_has_a_few_hundred_blocks() -> None:
-    """The reason blocks grow."""
-    hashes, _ = block_hashes(bytes(4 << 20), SEED)
-    assert 500 < len(hashes) < 900
+@pytest.mark.parametrize(("length", "blocks"), [(16_000, 53), (64_000, 98), (512_000, 166), (4 << 20, 234)])
+def test_a_long_prompt_has_few_blocks(length: int, blocks: int) -> None:
+    """The reason they grow."""
+    hashes, _ = block_hashes(bytes(length), SEED)
+    assert len(hashes) == blocks
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (255, 0), (256, 1), (511, 1), (512, 2)])
@@ -85,11 +87,11 @@ def test_prompts_share_exactly_the_blocks_of_their_common_prefix(
 
 
 def test_text_is_spread_evenly() -> None:
-    """A token per four bytes, so 64 in each of the first blocks and 128 in a doubled one."""
-    prompt = b"x" * (64 * 256 + 512)
+    """A token per four bytes, so 64 in each of the first blocks and more in the longer ones behind them."""
+    prompt = b"x" * (33 * 256 + 264 + 272)
     _, ends = block_hashes(prompt, SEED)
     tokens = prompt_tokens(prompt, [], RATES)
-    assert block_tokens(ends, len(prompt), tokens, [], 1024) == [64] * 64 + [128]
+    assert block_tokens(ends, len(prompt), tokens, [], 1024) == [64] * 33 + [66, 68]
 
 
 def test_an_images_tokens_lie_on_its_own_bytes() -> None:
@@ -105,7 +107,7 @@ def test_an_images_tokens_lie_on_its_own_bytes() -> None:
 
 def test_a_huge_image_does_not_make_the_text_behind_it_worthless() -> None:
     """The text after a long data URL keeps its four bytes per token."""
-    prompt = b'"data:image/png;base64,' + b"A" * 200_000 + b'"' + b"x" * 100_000
+    prompt = b'"data:image/png;base64,' + b"A" * 200_000 + b'"' + b"x" * 200_000
     images = image_spans(prompt)
     _, ends = block_hashes(prompt, SEED)
     tokens = prompt_tokens(prompt, images, RATES)
