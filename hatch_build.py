@@ -23,18 +23,23 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _ROOT = Path(__file__).parent
-_SETUP = """
+_FLAGS = ["-DNDEBUG", "-fwrapv", "-ffp-contract=off"]
+"""What Python itself is built with, which a CFLAGS of whoever builds would replace: no asserts, and integers that wrap.
+
+And no fusing: else a compiler may round a product and a sum once, where two roundings are what Python does.
+"""
+_SETUP = f"""
 import sys
 from mypyc.build import mypycify
 from setuptools import setup
 flags = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", "--python-version=3.11"]
 modules = mypycify([*flags, *sys.argv[1:]], opt_level="2", debug_level="0", group_name="pointsman")
+for module in modules:
+    module.extra_compile_args += {_FLAGS}
 setup(name="pointsman", ext_modules=modules, script_args=["-q", "build_ext", "--inplace"])
 """
 _HEADER = Path(sysconfig.get_path("include"), "Python.h")
 _WHAT_TO_DO = "install a C compiler and Python's headers (gcc, python3-dev), or set POINTSMAN_COMPILE=0 to run slowly"
-_AS_INTERPRETED = "-ffp-contract=off"
-"""Else a compiler may round a product and a sum once, where two roundings are what Python does."""
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -69,8 +74,7 @@ def compile_into(target: Path, packages: list[str], modules: list[str]) -> list[
             raise NoCompiler(f"{needed} not found: {_WHAT_TO_DO}")
     for package in packages:
         shutil.copytree(_ROOT / package, target / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    flags = {"CFLAGS": f"{os.environ.get('CFLAGS', '')} {_AS_INTERPRETED}"}
-    subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, env=os.environ | flags, check=True)  # noqa: S603 - our own text
+    subprocess.run([sys.executable, "-c", _SETUP, *modules], cwd=target, check=True)  # noqa: S603 - our own text
     shutil.rmtree(target / "build")
     return sorted(target.rglob(f"*{_SUFFIX}"))
 
