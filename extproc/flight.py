@@ -480,6 +480,7 @@ class Flights:
             flight.served_by = completion.address
         if completion.failed is not None and not completion.client_left:
             self._charge(flight, completion.address, completion.failed)
+            self._take_credit_back(flight, completion.address)
         self._learn(flight, completion)
         self._events.settled(flight, completion)
         self._let_go(flight)
@@ -487,9 +488,11 @@ class Flights:
 
     @staticmethod
     def _let_go(flight: Flight) -> None:
-        """Once it is over and told of, it must not keep a pool alive that may be gone by then."""
+        """Once it is over and told of, it must not keep a pool alive that may be gone by then, nor what that holds."""
         if flight.stage is _RELEASED:
             flight.placement = None
+            if flight.reservation is not None:
+                flight.reservation.pinned = None
 
     def _learn(self, flight: Flight, completion: Completion) -> None:
         """What the pool can learn of one answer. Only a streamed one tells when its first token came."""

@@ -200,7 +200,7 @@ class Placement:
             return self.index.match(hashes, tokens, slots)
         addresses = [str(state.addresses[slot]) for slot in slots.tolist()]
         reported = np.array([precise.tokens.get(address, 0) for address in addresses], np.float64)
-        matched = np.maximum(reported, self.index.pinned(hashes, tokens, slots))
+        matched = np.maximum(reported, self.index.in_use_tokens(hashes, tokens, slots))
         blind = np.array([not precise.sees(address) for address in addresses], np.bool_)
         if blind.any():
             believed = self.index.match(hashes, tokens, slots[blind])
@@ -277,13 +277,15 @@ class Placement:
         self.ledger.ended(reservation, now_s)
         if reservation.pinned is not None:
             self.index.release(reservation.pinned, now_s)
-            reservation.pinned = None
         if reservation.class_name is not None:
             self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
             reservation.class_name = None
 
     def failed(self, reservation: Reservation) -> None:
-        """The endpoint did not take the request: it did not get the part of the prompt it lacked either."""
+        """The endpoint did not take the request: it did not get the part of the prompt it lacked either.
+
+        So the logs say, which may be after the request ended.
+        """
         if reservation.pinned is not None:
             self.index.discard(reservation.pinned)
 

@@ -15,9 +15,13 @@ take 25), and one shared LRU (a busy endpoint would push a quiet one's entries o
 
 Only contiguous prefixes count, since that is all an engine can reuse. And a block's hash is of all before it too, so
 who uses a block uses all those before it: along a prompt come blocks in use, then idle ones, then those that are not
-there. A prompt of half a megabyte has 300 of them, so a block costs one look-up where it is pinned or released, and
-two where it comes or goes. Rejected: tokens, users and an OrderedDict of the idle ones, each by hash: two to four times
-the time, a quarter of all that such a request took; and the dictionaries' own loops (map, zip, update) over a run.
+there. A prompt of half a megabyte has 164 of them, so a block costs one look-up where it is pinned, none where it is
+released, and two where it comes or goes. Rejected: tokens, users and an OrderedDict of the idle ones, each by hash: two
+to four times the time, a quarter of all that such a request took; and the dictionaries' own loops (map, zip, update)
+over a run.
+
+A request's blocks are booked when it is sent, long before the engine has them. *Computed* they are once a request that
+used them is over; until then they are gone if those that use them fail, and what failed leaves what others brought.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class _Held:
     """One block on one shelf. `users`: requests in flight that use it; below 0 once it is gone.
 
     While there are none it is idle, `since_s`. `queued`: how often it stands in the shelf's queue; the last counts.
+    `computed`: a request that used it is over.
     """
 
     def __init__(self, block: _Block, tokens: int, users: int) -> None:
@@ -48,6 +53,7 @@ class _Held:
         self.users = users
         self.queued = 0
         self.since_s = 0.0
+        self.computed = False
 
 
 _NOBODY: Final = _Held(0, 0, -1)
@@ -100,20 +106,17 @@ class _Shelf:
 class Pinned:
     """Blocks that one request in flight uses on one shelf, in that `stay`: it is released with this.
 
-    The first `in_use` of them others were using, and the `idle` ones behind these rested there.
+    The first `in_use` of them others were using as well, the first `computed` were computed before. `released_at_s` is
+    endless while it is in flight.
     """
 
     def __init__(self, slot: int, stay: int) -> None:
         self.slot = slot
         self.stay = stay
         self.in_use = 0
-        self.idle = 0
+        self.computed = 0
+        self.released_at_s = inf
         self.blocks: list[_Held] = []
-
-    @property
-    def kept(self) -> int:
-        """How many were there before, and not just by word of another request under way."""
-        return 0 if self.in_use else self.idle
 
 
 class Room:
@@ -224,7 +227,7 @@ class PrefixIndex:
         """The slots that hold this block, as bits."""
         return self._holders.get(block, 0)
 
-    def pinned(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
+    def in_use_tokens(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
         """Contiguous tokens of the prompt that requests in flight use on each of `slots`, shape (n,)."""
         found = np.zeros(len(slots))
         for position, slot in enumerate(slots.tolist()):
@@ -245,16 +248,15 @@ class PrefixIndex:
             held = held_of.get(block)
             if held is None:
                 break
-            if not held.users:
-                pinned.idle += 1
-                if rested is not None:
-                    rested.append(held.since_s)
-            elif pinned.idle:
-                break
+            if held.users:
+                pinned.in_use += 1
+            elif rested is not None:
+                rested.append(held.since_s)
+            if held.computed:
+                pinned.computed += 1
             held.users += 1
             used.append(held)
         there = len(used)
-        pinned.in_use = there - pinned.idle
         if there < len(blocks):
             self._bring(slot, shelf, blocks[there:], tokens[there:], used)
         if shelf.held_tokens > shelf.capacity_tokens:
@@ -265,7 +267,7 @@ class PrefixIndex:
     def _bring(
         self, slot: int, shelf: _Shelf, hashes: Sequence[_Block], tokens: Sequence[int], used: list[_Held]
     ) -> None:
-        """Pin these blocks, which are not there, but for those that were left behind when others were discarded."""
+        """Pin these blocks, which are not there, but for one that has another's hash."""
         held_of, holders, bit, brought = shelf.blocks, self._holders, 1 << slot, 0
         for block, block_tokens in zip(hashes, tokens):  # noqa: B905 - as many, and strict zip is slow when compiled
             held = held_of.get(block)
@@ -280,19 +282,23 @@ class PrefixIndex:
         shelf.held_tokens += brought
 
     def release(self, pinned: Pinned, now_s: float) -> None:
-        """The request is over: what no other uses is idle from now on, the tail of the prompt longest."""
+        """The request is over: what no other uses is idle from now on, the tail of the prompt longest.
+
+        Once only; what it used is remembered for a failure that is told of later.
+        """
         shelf = self._shelves.get(pinned.slot)
-        if shelf is None or shelf.stay != pinned.stay:
+        if shelf is None or shelf.stay != pinned.stay or pinned.released_at_s != inf:
             return
+        pinned.released_at_s = now_s
         queue, blocks = shelf.queue, pinned.blocks
         for position in range(len(blocks) - 1, -1, -1):
             held = blocks[position]
+            held.computed = True
             held.users -= 1
             if not held.users:
                 held.since_s = now_s
                 held.queued += 1
                 queue.append(held)
-        pinned.blocks = []
         if shelf.held_tokens > shelf.capacity_tokens:
             self._evict(pinned.slot, shelf)
         if len(queue) > 2 * len(shelf.blocks) + _MOST_LEFT:
@@ -300,22 +306,33 @@ class PrefixIndex:
         self._note(pinned.slot, shelf)
 
     def discard(self, pinned: Pinned) -> None:
-        """Release what the endpoint was believed to get and did not: gone, unless another request uses it.
+        """The endpoint did not get what it lacked of the prompt: gone, unless another request uses or computed it.
 
-        Nor did it get what it was only about to get with other requests: if they fail too, nobody brought it.
+        Nor did it get what it was only about to get with other requests: if they fail too, nobody brought it. Before
+        or after the release; the rest is still to be released.
         """
         shelf = self._shelves.get(pinned.slot)
         if shelf is None or shelf.stay != pinned.stay:
             return
-        for held in pinned.blocks[pinned.kept :]:
-            held.users -= 1
-            if not held.users:
-                held.users = -1
-                del shelf.blocks[held.block]
-                shelf.held_tokens -= held.tokens
-                self._unhold(held.block, pinned.slot)
-        pinned.blocks = pinned.blocks[: pinned.kept]
+        kept = pinned.blocks[: pinned.computed]
+        for held in pinned.blocks[pinned.computed :]:
+            if pinned.released_at_s != inf:
+                if not held.users and held.since_s == pinned.released_at_s:  # it rests since then, for this one alone
+                    self._remove(held, pinned.slot, shelf)
+            elif held.computed:
+                kept.append(held)
+            else:
+                held.users -= 1
+                if not held.users:
+                    self._remove(held, pinned.slot, shelf)
+        pinned.blocks, pinned.computed = kept, len(kept)
         self._note(pinned.slot, shelf)
+
+    def _remove(self, held: _Held, slot: int, shelf: _Shelf) -> None:
+        held.users = -1
+        del shelf.blocks[held.block]
+        shelf.held_tokens -= held.tokens
+        self._unhold(held.block, slot)
 
     def insert(self, slot: int, hashes: Sequence[int], tokens: Sequence[int], now_s: float) -> None:
         """A request with this prompt was served and is over."""

@@ -150,6 +150,24 @@ def house() -> House:
 # -- the life of one
 
 
+@pytest.mark.parametrize("told", ["by the upstream log", "by the access log"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_prompt_that_its_endpoint_did_not_take_is_credited_nowhere(told: str, late: bool) -> None:  # noqa: FBT001
+    """Whichever log tells of it; the last attempt's entries come after the stream's end as a rule."""
+    house = House()
+    flight = house.start()
+    address = flight.served_by
+    if late:
+        flight.close()
+    if told == "by the access log":
+        house.flights.on_completion(completion_of(flight, address, failed="status_503", status=503))
+    else:
+        house.flights.on_attempt(Attempt(flight.request_id, address, "status_503"))
+    flight.close()
+    assert len(house.placement.index) == 0
+    assert house.booked_nowhere()
+
+
 def test_a_request_id_is_random_hex_of_one_length(house: House) -> None:
     """24 digits, known from the start and never twice."""
     ids = {house.flights.open().request_id for _ in range(200)}

@@ -181,16 +181,61 @@ def test_a_request_from_before_a_restart_releases_nothing() -> None:
     assert index.oldest_at_s(_slots(0)).tolist() == [np.inf]
 
 
-def test_only_idle_blocks_are_surely_there() -> None:
-    """What other requests have only pinned may never come."""
+def test_what_other_requests_have_only_pinned_may_never_come() -> None:
+    """Only what was computed before stays if all fail that use it."""
     index = PrefixIndex(10_000)
     index.insert(0, [1, 2], [64, 64], 0.0)
     first, second = index.pin(0, [1, 2, 3], [64, 64, 64]), index.pin(0, [1, 2, 3, 4], [64] * 4)
-    assert (first.in_use, first.idle, first.kept) == (0, 2, 2)
-    assert (second.in_use, second.idle, second.kept) == (3, 0, 0)
+    assert (first.in_use, first.computed) == (0, 2)
+    assert (second.in_use, second.computed) == (3, 2)
+    for pinned in (first, second):
+        index.discard(pinned)
+        index.release(pinned, 1.0)
+    assert index.match([1, 2, 3, 4], [64] * 4, _slots(0)).tolist() == [128]
 
 
-_steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "forget"]))
+def test_a_failed_turn_leaves_the_history_though_others_use_its_beginning() -> None:
+    """A system prompt in use, nine blocks of earlier turns at rest behind it, and a turn that fails."""
+    index = PrefixIndex(10_000)
+    history = list(range(1, 11))
+    index.insert(0, history, [64] * 10, 0.0)
+    index.pin(0, [1], [64])
+    turn = index.pin(0, [*history, 11], [64] * 11)
+    index.discard(turn)
+    index.release(turn, 1.0)
+    assert index.match([*history, 11], [64] * 11, _slots(0)).tolist() == [640]
+
+
+def test_what_one_has_computed_stays_if_another_fails_that_waited_for_it() -> None:
+    """And what rests behind it stays in reach."""
+    index = PrefixIndex(10_000)
+    index.insert(0, [1, 2, 3], [64] * 3, 0.0)
+    index.forget(0)
+    first, second = index.pin(0, [1, 2, 3], [64] * 3), index.pin(0, [1, 2, 3, 4], [64] * 4)
+    index.release(first, 1.0)
+    index.discard(second)
+    index.release(second, 2.0)
+    assert index.match([1, 2, 3, 4], [64] * 4, _slots(0)).tolist() == [192]
+    assert index.oldest_at_s(_slots(0)).tolist() == [2.0]
+
+
+def test_a_failure_told_of_after_the_end_takes_back_what_rests_since_then() -> None:
+    """But not what another has used in the meantime, or computed before; and once only."""
+    index = PrefixIndex(10_000)
+    index.insert(0, [1], [64], 0.0)
+    late = index.pin(0, [1, 2, 3], [64] * 3)
+    index.release(late, 1.0)
+    index.insert(0, [1, 2], [64, 64], 2.0)
+    for _ in range(2):
+        index.discard(late)
+        index.release(late, 3.0)
+    assert index.match([1, 2, 3], [64] * 3, _slots(0)).tolist() == [128]
+    _check_books(index, 10_000)
+
+
+_steps = st.tuples(
+    st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "fail late", "forget"])
+)
 
 
 @given(st.lists(_steps, max_size=40), st.integers(64, 64 * 12), _prompts)
@@ -212,7 +257,10 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
             if what == "fail":
                 index.discard(pinned)
             index.release(pinned, float(position))
+            if what == "fail late":
+                index.discard(pinned)
         _check_books(index, capacity)
+        _check_no_hole(index, [_chain(path) for _, path, _ in steps])
     matched = index.match(_chain(asked), [64] * len(asked), _slots(0, 1, 2, 3))
     for slot, tokens in enumerate(matched):
         shared = max((_shared(asked, path) for s, path, _ in steps if s == slot), default=0)
@@ -234,6 +282,13 @@ def _check_books(index: PrefixIndex, capacity: int) -> None:
         for block in shelf.blocks:
             held[block] |= 1 << slot
     assert held == index._holders
+
+
+def _check_no_hole(index: PrefixIndex, chains: list[list[int]]) -> None:
+    for shelf in index._shelves.values():
+        for chain in chains:
+            users = [held.users if (held := shelf.blocks.get(block)) else -1 for block in chain]
+            assert users == sorted(users, reverse=True)
 
 
 def test_a_queue_does_not_grow_with_every_use() -> None:
@@ -273,7 +328,6 @@ def test_what_rests_of_a_prompt_is_told_apart_from_what_is_in_use() -> None:
 def _rested(index: PrefixIndex, slot: int, hashes: list[int], tokens: list[int]) -> tuple[int, list[float]]:
     rested: list[float] = []
     pinned = index.pin(slot, hashes, tokens, rested)
-    assert pinned.idle == len(rested)
     return pinned.in_use, rested
 
 
