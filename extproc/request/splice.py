@@ -57,13 +57,13 @@ def locate(body: bytes, raw: View) -> tuple[int, int]:
 
     By address, not by search: of two equal values, or a key given twice, only the one that was parsed is meant.
     """
-    start = address_of(raw) - address_of(body)
+    start = _address_of(raw) - _address_of(body)
     if not 0 <= start <= len(body) - len(raw):
         raise AssertionError("the view does not lie in the body")
     return start, start + len(raw)
 
 
-def address_of(buffer: bytes | View) -> int:
+def _address_of(buffer: bytes | View) -> int:
     """Where its first byte lies in memory."""
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address

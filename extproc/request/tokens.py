@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from extproc.request.splice import address_of
+from extproc.request.splice import locate
 from extproc.request.steps import Steps, at_once
 
 _FIRST_CJK_LEAD: Final = 0xE3
@@ -71,13 +71,16 @@ def estimate_tokens(text: bytes, rates: TokenRates) -> int:
 class Count:
     """What is counted of a long text, part by part. `images`: there may be some.
 
-    A view into bytes is not copied: these are searched where it lies in them.
+    A view into bytes is not copied: `_whole` they are, searched from `_start` to `_end`, where the text lies in them.
     """
 
     def __init__(self, text: bytes | memoryview) -> None:
-        whole = text if isinstance(text, bytes) else text.obj
-        self._whole: bytes = whole if isinstance(whole, bytes) else bytes(text)
-        self._start = address_of(text) - address_of(self._whole) if isinstance(whole, bytes) else 0
+        if isinstance(text, bytes):
+            self._whole, self._start = text, 0
+        elif isinstance(text.obj, bytes):
+            self._whole, self._start = text.obj, locate(text.obj, text)[0]
+        else:
+            self._whole, self._start = bytes(text), 0
         self._end = self._start + len(text)
         self._cjk = 0
         self._escaped = 0

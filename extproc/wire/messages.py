@@ -80,7 +80,7 @@ _REQUEST_HEADERS: Final = Phase.REQUEST_HEADERS
 _REQUEST_BODY: Final = Phase.REQUEST_BODY
 _NONE: Final = BodyMode.NONE
 _UNSTATED: Final = BodyMode.UNSTATED
-_NO_HEADERS: Final[dict[str, str]] = {}
+NO_HEADERS: Final[dict[str, str]] = {}
 
 
 @dataclass(init=False)
@@ -105,7 +105,7 @@ class Received:
     def __init__(
         self,
         phase: Phase,
-        headers: dict[str, str] = _NO_HEADERS,
+        headers: dict[str, str] = NO_HEADERS,
         body: bytes = b"",
         *,
         end_of_stream: bool = False,
@@ -153,7 +153,7 @@ def read_whole(raw: bytes) -> Received:
             ending = _ending(raw)
             begin = _body_begins(raw, len(raw), ending)
             if begin:
-                return Received(_REQUEST_BODY, _NO_HEADERS, raw[begin : len(raw) - ending], end_of_stream=True)
+                return Received(_REQUEST_BODY, NO_HEADERS, raw[begin : len(raw) - ending], end_of_stream=True)
         elif raw[0] == _HEADERS_TAG:
             plain = _plain_headers(raw)
             if plain is not None:
@@ -353,7 +353,7 @@ def _body_of(pieces: list[bytes | memoryview]) -> Received | None:
     if not begin:
         return None
     body = b"".join([first[begin:], *pieces[1:-1], last[: len(last) - ending]])
-    return Received(_REQUEST_BODY, _NO_HEADERS, body, end_of_stream=True)
+    return Received(_REQUEST_BODY, NO_HEADERS, body, end_of_stream=True)
 
 
 def _subset(message: ext_proc.ProcessingRequest) -> tuple[str, ...] | None:

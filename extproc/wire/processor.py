@@ -27,6 +27,7 @@ from extproc.reply import Answer, Pending, Reply, Route, refuse
 from extproc.request.apis import is_grpc
 from extproc.wire.messages import (
     CONTINUE,
+    NO_HEADERS,
     BodyMode,
     Malformed,
     Phase,
@@ -114,7 +115,6 @@ _NO_BODY: Final = BodyMode.NONE
 _BUFFERED_BODY: Final = BodyMode.BUFFERED
 _DUPLEX_BODY: Final = BodyMode.FULL_DUPLEX_STREAMED
 _UNSTATED_BODY: Final = BodyMode.UNSTATED
-_NO_HEADERS: Final[dict[str, str]] = {}
 
 
 Sending: TypeAlias = list[bytes] | Pending
@@ -130,7 +130,7 @@ class Exchange:
         self._decider = decider
         self._events = events
         self._hold_s = hold_s
-        self._headers: dict[str, str] = _NO_HEADERS
+        self._headers: dict[str, str] = NO_HEADERS
         self._body: bytes | bytearray = b""
         self._echoes: bool = False
         self._end_of_stream: bool = False
@@ -249,7 +249,7 @@ class Exchange:
 
     def _answer(self, reply: Reply, phase: Phase, body: bytes) -> list[bytes]:
         """Encode the reply, and let go of everything it took to find it: the stream may stay open for minutes."""
-        self._headers, self._body = _NO_HEADERS, b""
+        self._headers, self._body = NO_HEADERS, b""
         if isinstance(reply, Answer):
             self.turn = _ANSWERED
             return [render_answer(reply, self._flight.request_id)]
