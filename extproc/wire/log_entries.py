@@ -1,10 +1,10 @@
 """Access-log messages to plain data: what the entries of one say.
 
 An entry has some four dozen fields, of which a dozen are read. They are read from the bytes (log_fields.py), stepping
-over the others; whatever is unusual in any way upb (xds-protos) reads, the whole message. Compiled (hatch_build.py) that takes 3 us, upb
-and its objects take 10, and all of it several times as long where little is in the processor's caches. Interpreted it
-takes 36. What is stepped over is not looked into: a fault in there, for which upb would refuse the whole message, takes
-nothing from the rest.
+over the others; whatever is unusual in any way upb (xds-protos) reads, the whole message. Compiled (hatch_build.py)
+that takes 3 us, upb and its objects take 10, and all of it several times as long where little is in the processor's
+caches. Interpreted it takes 36. What is stepped over is not looked into: a fault in there, for which upb would refuse
+the whole message, takes nothing from the rest.
 """
 
 from __future__ import annotations
