@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -132,14 +133,20 @@ async def test_senses_that_hang_are_killed_and_started_again(house: House, monke
 
 
 class Line:
-    """Our end of a socket whose other end is in the test's hand; `silence`: runs until it is believed."""
+    """Our end of a socket whose other end is in the test's hand; `silence`: runs until it is believed.
+
+    `taken`: reports, and what a test puts between them.
+    """
 
     async def open(self) -> Line:
         """Connect it."""
         ours, self.theirs = socket.socketpair()
+        self.taken: list[object] = []
         loop = asyncio.get_running_loop()
-        self.transport, line = await loop.create_unix_connection(lambda: module._Line(lambda _report: None), sock=ours)
-        self.silence = asyncio.create_task(line.until_silent())
+        self.transport, self.line = await loop.create_unix_connection(
+            lambda: module._Line(self.taken.append), sock=ours
+        )
+        self.silence = asyncio.create_task(self.line.until_silent())
         await asyncio.sleep(0)
         return self
 
@@ -181,6 +188,35 @@ async def test_senses_that_say_nothing_at_the_second_look_are_silent(monkeypatch
     line = await Line().open()
     async with asyncio.timeout(HANG_S):
         await line.silence
+    line.close()
+
+
+async def test_many_reports_at_once_let_requests_between_them() -> None:
+    """What came in one read is taken over several turns of the loop, in order; what comes later waits in the socket."""
+    line = await Line().open()
+    line.theirs.send(b"".join(encode(Alive(number)) for number in range(100)))
+    while Alive(99) not in line.taken:
+        line.taken.append(None)
+        await asyncio.sleep(0)
+    line.theirs.send(encode(Alive(100)))
+    await eventually(lambda: line.taken[-1] == Alive(100))
+    runs = [len(list(run)) for idle, run in groupby(line.taken, lambda taken: taken is None) if not idle]
+    assert max(runs) <= module._TAKEN_AT_ONCE
+    assert [taken for taken in line.taken if taken is not None] == [Alive(number) for number in range(101)]
+    line.close()
+
+
+async def test_nothing_is_taken_of_senses_that_were_given_up() -> None:
+    """What of theirs still waits is about a fleet that was forgotten with them."""
+    line = await Line().open()
+    line.theirs.send(b"".join(encode(Alive(number)) for number in range(100)))
+    while not line.taken:
+        await asyncio.sleep(0)
+    line.line.close()
+    before = len(line.taken)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(line.taken) == before < 100
     line.close()
 
 
