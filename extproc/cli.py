@@ -27,6 +27,7 @@ from extproc.config.loading import ConfigError, load
 from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
 from extproc.config.summary import access_line, guard_lines, pool_lines, tenant_lines
+from extproc.extras import how_to_install
 from extproc.observe.logging import configure_logging
 from extproc.replay.command import replay
 
@@ -295,7 +296,7 @@ def demo(
         from extproc.demo.workload import Shape
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        _fail(f"the demo needs {package}, which is not installed: pip install 'pointsman[demo]'")
+        _fail(f"the demo needs {package}, which is not installed: {how_to_install('demo', 'embedded')}")
     try:
         sys.exit(run(Demo(Shape(sessions=sessions, turns=turns), engines, speed, seed, keep)))
     except NoEnvoy as error:

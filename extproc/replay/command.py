@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from extproc.extras import how_to_install
+
 if TYPE_CHECKING:
     from extproc.replay.offline import Fleet
     from extproc.replay.run import Options
@@ -154,7 +156,7 @@ def _numbers(option: str, written: str | None) -> tuple[float, ...]:
 def _require(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
-            _fail(f"this needs {package}, which is not installed: pip install 'pointsman[plots]'")
+            _fail(f"this needs {package}, which is not installed: {how_to_install('plots')}")
 
 
 def _fail(message: str) -> NoReturn:

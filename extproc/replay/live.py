@@ -78,9 +78,11 @@ async def _play(trace: Trace, fleet: Fleet, runner: Entrant, speed: float) -> Ru
     longest = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
     setting = Setting(fleet.engines, fleet.hardware, speed, fleet.capacity_tokens, int(longest * _ROOM))
     with tempfile.TemporaryDirectory(prefix="pointsman-replay-") as folder:
-        async with System(Path(folder), runner.name, setting, pool=_pool(runner, fleet, speed)) as system:
+        pool, requests = _pool(runner, fleet, speed), len(trace.requests)
+        async with System(Path(folder), runner.name, setting, pool=pool, decisions=requests) as system:
             player = _Player(trace, system, speed)
             await player.run()
+            await player.ask_what_was_promised()
     return Run(trace, fleet, player.outcomes, max(one.ended_s for one in player.outcomes), 0)
 
 
@@ -143,10 +145,12 @@ class _Player:
     def __init__(self, trace: Trace, system: System, speed: float) -> None:
         self.outcomes = [Outcome() for _ in trace.requests]
         self._trace = trace
+        self._system = system
         self._url = f"http://{system.http}/v1/completions"
         self._engines = {endpoint: number for number, endpoint in enumerate(system.endpoints)}
         self._speed = speed
         self._ended = [asyncio.Event() for _ in trace.requests]
+        self._ids = [""] * len(trace.requests)
         self._began_s = 0.0
 
     async def run(self) -> None:
@@ -161,6 +165,17 @@ class _Player:
                         tasks.create_task(self._send(client, number, request))
             except* (aiohttp.ClientError, TimeoutError) as errors:
                 raise Failed(repr(errors.exceptions[0])) from errors
+
+    async def ask_what_was_promised(self) -> None:
+        """Complete the outcomes from the router's log of decisions, once the measuring is over. Raises Failed."""
+        for number, request_id in enumerate(self._ids):
+            try:
+                promised = await self._system.matched_tokens(request_id)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise Failed(f"the router does not tell its decisions: {error!r}") from error
+            if promised is None:
+                raise Failed(f"request {number}: the router does not remember its decision")
+            self.outcomes[number].predicted_tokens = promised
 
     def _now_s(self) -> float:
         return (perf_counter() - self._began_s) * self._speed
@@ -186,6 +201,7 @@ class _Player:
             if answer.status != 200:
                 raise Failed(f"request {number}: {answer.status} {(await answer.text())[:300]}")
             outcome.engine = self._engines[answer.headers["x-pointsman-endpoint"]]
+            self._ids[number] = answer.headers["x-pointsman-request-id"]
             tail = b""
             async for chunk in answer.content.iter_any():
                 if outcome.first_token_s < 0:

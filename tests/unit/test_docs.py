@@ -18,6 +18,7 @@ from extproc.config.pool_policies import presets
 from extproc.config.schema import Config
 from extproc.observe.loop_lag import LoopLag
 from extproc.observe.metrics import Metrics
+from extproc.replay.entrants import entrants
 from policies.fleet_state import FleetState
 from policies.placement.filters import FILTERS
 from policies.placement.policy import PolicySpec
@@ -160,6 +161,15 @@ def test_every_complete_config_shown_is_valid(page: Path) -> None:
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         if "pools:" in block:
             parse(block, source=page.name)
+
+
+def test_a_policy_shown_for_a_replay_can_be_replayed(tmp_path: Path) -> None:
+    """As a file of its own."""
+    [shown] = re.findall(
+        r"```yaml\n(policy:.*?)```", (ROOT / "docs" / "replay.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (tmp_path / "mine.yaml").write_text(shown)
+    assert [entrant.name for entrant in entrants([str(tmp_path / "mine.yaml")])] == ["mine"]
 
 
 def test_the_example_is_valid_and_fits_the_simulators_defaults() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from extproc.config.sections.fields import Model, Port, Positive, Share, check_address
+from extproc.extras import how_to_install
 
 
 class KvEvents(Model):
@@ -60,7 +61,7 @@ class PreciseIndex(Model):
     def _libraries_are_there(cls, value: str | Path) -> str | Path:
         missing = [name for name in ("tokenizers", "jinja2") if find_spec(name) is None]
         if value != "engine" and missing:
-            raise ValueError(f"{' and '.join(missing)} missing: pip install '.[vllm]' in a clone, or take `engine`")
+            raise ValueError(f"{' and '.join(missing)} missing: {how_to_install('vllm')}, or take `engine`")
         return value
 
 

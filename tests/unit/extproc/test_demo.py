@@ -314,7 +314,9 @@ def test_a_missing_extra_is_said_with_what_to_install(missing: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip() == (f"the demo needs {missing}, which is not installed: pip install 'pointsman[demo]'")
+    assert done.stderr.strip() == (
+        f"the demo needs {missing}, which is not installed: pip install '.[demo,embedded]' in a clone"
+    )
 
 
 async def test_a_process_that_ends_is_named_as_its_command(tmp_path: Path) -> None:

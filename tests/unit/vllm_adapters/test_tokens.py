@@ -328,7 +328,7 @@ def test_a_missing_library_is_named_with_what_to_install(folder: Path, monkeypat
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_jinja)
-    with pytest.raises(NotInstalled, match=r"jinja2 is missing: pip install '.\[vllm\]'"):
+    with pytest.raises(NotInstalled, match=r"jinja2 is missing: pip install '.\[vllm\]' in a clone"):
         LocalTokenizer(folder)
 
 
