@@ -46,11 +46,22 @@ from extproc.request.apis import (
     is_engine_admin,
     is_grpc,
     is_multipart,
+    model_id,
     path_of,
     without_path,
 )
 from extproc.request.encodings import SUPPORTED, inflates_beyond
-from extproc.request.plans import Incoming, Plan, Read, encoding_of, make_plan, plain_body, too_large, unknown_path
+from extproc.request.plans import (
+    Incoming,
+    Plan,
+    Read,
+    encoding_of,
+    make_plan,
+    plain_body,
+    too_large,
+    unknown_model,
+    unknown_path,
+)
 from extproc.request.stored import Made, StoredResponses
 from extproc.request.urgency import PRIORITY_HEADER, Urgency, flow_of, slo_ttft_s
 from extproc.retries import RetryBudgets
@@ -277,11 +288,17 @@ class Pipeline:
         self._parse_s(parsed_at - began)
         return self._place(Asked(generation, flight, headers, plan, body, read, found), parsed_at)
 
-    def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer:
+    def _answer_models(self, generation: Generation, flight: Flight, headers: Mapping[str, str]) -> Answer | Refusal:
+        """The model list, or what stands there of one model."""
+        path, space = path_of(headers), generation.space_of(flight.tenant)
+        asked = model_id(path)
+        body = space.model_body(asked) if asked else space.models_body
+        if body is None:
+            return unknown_model(asked)
         self._events.answered("models")
         if self._request_log is not None:
-            self._request_log.answered(flight, path_of(headers))
-        return Answer(200, generation.space_of(flight.tenant).models_body, reason="models")
+            self._request_log.answered(flight, path)
+        return Answer(200, body, reason="models")
 
     def _look_up(
         self, flight: Flight, headers: Mapping[str, str], body: bytes, read: Read | Refusal | None, plan: Plan

@@ -81,6 +81,7 @@ class Space:
         self.policies: dict[str, str] = policies or {}
         self.injects_usage = injects_usage
         self._models_body: bytes | None = None
+        self._created_s: int = int(time.time())
 
     def sees(self, target: Target) -> bool:
         """Whether a pool exists here."""
@@ -90,13 +91,23 @@ class Space:
     def models_body(self) -> bytes:
         """The answer to GET /v1/models: every model and alias, in OpenAI's form. Made once."""
         if self._models_body is None:
-            created = int(time.time())
-            entries = [
-                {"id": name, "object": "model", "created": created, "owned_by": OURSELVES, "root": target.model}
-                for name, target in self.targets.items()
-            ]
+            entries = [self._entry(name, target) for name, target in self.targets.items()]
             self._models_body = msgspec.json.encode({"object": "list", "data": entries})
         return self._models_body
+
+    def model_body(self, name: str) -> bytes | None:
+        """The answer to GET /v1/models/{name}: its entry in that list; None where there is no such model."""
+        target = self.targets.get(name)
+        return None if target is None else msgspec.json.encode(self._entry(name, target))
+
+    def _entry(self, name: str, target: Target) -> dict[str, str | int]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": OURSELVES,
+            "root": target.model,
+        }
 
 
 class _Rule:

@@ -95,13 +95,17 @@ APIS = (
     Api(Kind.REALTIME, ("/v1/realtime",), model_in=ModelIn.QUERY, methods=("GET",)),
     Api(Kind.RESPONSE, ("/v1/responses/{id}",), model_in=ModelIn.RESPONSE_ID, methods=("GET",)),
     Api(Kind.RESPONSE, ("/v1/responses/{id}/cancel",), model_in=ModelIn.RESPONSE_ID),
-    Api(Kind.OTHER, ("/v1/models", "/v1/models/"), model_in=ModelIn.NOWHERE, methods=("GET", "HEAD")),
+    Api(
+        Kind.OTHER, ("/v1/models", "/v1/models/", "/v1/models/{id}"), model_in=ModelIn.NOWHERE, methods=("GET", "HEAD")
+    ),
 )
 OTHER = Api(Kind.OTHER, (), model_in=ModelIn.PATH, methods=())
 """Whatever an operator's path rule leads somewhere; any method."""
 
 BY_PATH: Final = {path: api for api in APIS for path in api.paths}
 _RESPONSE_ID: Final = re.compile(r"(?<=^/v1/responses/)[^/]+")
+_MODELS: Final = BY_PATH["/v1/models/"]
+_BELOW_MODELS: Final = "/v1/models/"
 
 _ENGINE_ADMIN = frozenset(
     {
@@ -123,19 +127,32 @@ def path_of(headers: Mapping[str, str]) -> str:
 
 def by_path(path: str) -> Api | None:
     """The API of a path, if it is one of ours."""
+    if path.startswith(_BELOW_MODELS):
+        return _MODELS
     return BY_PATH.get(path) or BY_PATH.get(_RESPONSE_ID.sub("{id}", path))
 
 
 def api_of(headers: Mapping[str, str]) -> Api | None:
-    """The API that a request calls, if it is one of ours."""
+    """The API that a request calls, if it is one of ours.
+
+    Below the model list only reading is: other servers have calls of their own there, for an operator's path rule.
+    """
     path = headers.get(":path", "")
-    return BY_PATH.get(path) or by_path(path.partition("?")[0])
+    api = BY_PATH.get(path) or by_path(path.partition("?")[0])
+    if api is _MODELS and model_id(path_of(headers)) and headers.get(":method", "") not in api.methods:
+        return None
+    return api
 
 
 def response_id(path: str) -> str:
     """The answer that a path asks for; empty if none."""
     found = _RESPONSE_ID.search(path)
     return unquote(found[0]) if found else ""
+
+
+def model_id(path: str) -> str:
+    """The model that a path below the model list asks for; empty if none. Names may have slashes, escaped or not."""
+    return unquote(path[len(_BELOW_MODELS) :]) if path.startswith(_BELOW_MODELS) else ""
 
 
 def canonical(path: str) -> str:

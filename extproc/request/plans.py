@@ -147,7 +147,7 @@ def make_plan(generation: Generation, stored: StoredResponses, incoming: Incomin
         return plan
     if model_in is _PATH:
         return unknown_path(path_of(incoming.headers))
-    return _unknown_model(plan.request.asked_model)
+    return unknown_model(plan.request.asked_model)
 
 
 # -- a body that names its model
@@ -188,7 +188,7 @@ def _parse(generation: Generation, space: Space, incoming: Incoming, plain: byte
         parsed = parse_form(incoming.api, form, plain, space.default_model)
     else:
         parsed = parse_body(incoming.api, plain, space.default_model, generation.bounds)
-    return _unknown_model(parsed.model) if isinstance(parsed, Parsed) and parsed.model not in space.targets else parsed
+    return unknown_model(parsed.model) if isinstance(parsed, Parsed) and parsed.model not in space.targets else parsed
 
 
 def _read_before(read: Read | Refusal) -> Read | Refusal:
@@ -298,7 +298,7 @@ def _from_query(_: Generation, space: Space, _stored: StoredResponses, incoming:
     if not model:
         return no_model()
     target = space.targets.get(model)
-    return _unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
+    return unknown_model(model) if target is None else Plan(target, _bare_request(incoming, model, target))
 
 
 _MOST_QUERY_FIELDS: Final = 100
@@ -358,6 +358,7 @@ def _unknown_response(response_id: str, param: str) -> Refusal:
     return Refusal(404, _INVALID, message, Reason.UNKNOWN_RESPONSE, param)
 
 
-def _unknown_model(model: str) -> Refusal:
+def unknown_model(model: str) -> Refusal:
+    """A name that leads nowhere, or nowhere for its tenant."""
     message = f"The model `{model[:200]}` does not exist or is not served here"
     return Refusal(404, _INVALID, message, Reason.UNKNOWN_MODEL, "model", asked_model=model[:_LONGEST_MODEL])

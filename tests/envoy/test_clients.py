@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from harness import HANG_GUARD_S, Engine, System, chat
+from harness import HANG_GUARD_S, Engine, System, chat, pool_of
 
 PNG = "data:image/png;base64," + base64.b64encode(bytes(range(256)) * 400).decode()
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -178,3 +178,24 @@ def test_http2_by_a_second_client(system: System) -> None:
 def test_models_are_listed_with_their_aliases(client: openai.OpenAI) -> None:
     """GET /v1/models is the union over pools, aliases included."""
     assert {model.id for model in client.models.list()} == {"sim", "gpt-4o"}
+
+
+def test_one_model_is_retrieved(client: openai.OpenAI) -> None:
+    """The object of the list; for another name the error that the library knows."""
+    listed = {model.id: model for model in client.models.list()}
+    for name in ("sim", "gpt-4o"):
+        assert client.models.retrieve(name) == listed[name]
+    with pytest.raises(openai.NotFoundError) as told:
+        client.models.retrieve("nope")
+    assert (told.value.code, told.value.param) == ("model_not_found", "model")
+
+
+def test_a_model_with_a_slash_in_its_name_is_retrieved(
+    make_engines: Callable[..., list[Engine]], make_system: Callable[..., System]
+) -> None:
+    """As the library writes it into the path."""
+    engines = make_engines(1)
+    name = "Qwen/Qwen2.5-7B-Instruct"
+    system = make_system(pools=[pool_of(engines, aliases={name: "sim"})])
+    with openai.OpenAI(base_url=f"{system.url}/v1", api_key="none", max_retries=0) as client:
+        assert client.models.retrieve(name).id == name

@@ -475,6 +475,45 @@ def test_the_model_list_is_ours(house: House, method: str, path: str) -> None:
     assert house.events.answers == ["models"]
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_one_model_is_told_as_in_the_list(house: House, method: str) -> None:
+    """An alias too; a query changes nothing."""
+    listed = {entry["id"]: entry for entry in json.loads(house.at("GET", "/v1/models").body)["data"]}
+    for name, entry in listed.items():
+        answer = house.at(method, f"/v1/models/{name}?x=1")
+        assert (answer.status, json.loads(answer.body)) == (200, entry)
+    assert set(house.events.answers) == {"models"}
+    assert house.events.refusals == []
+
+
+@pytest.mark.parametrize("written", ["Qwen/Qwen2.5-7B-Instruct", "Qwen%2FQwen2.5-7B-Instruct"])
+def test_a_model_with_a_slash_in_its_name_is_found(written: str) -> None:
+    """As clients escape it, or do not."""
+    house = House(CONFIG.replace("lone", "Qwen/Qwen2.5-7B-Instruct"))
+    answer = house.at("GET", f"/v1/models/{written}")
+    assert json.loads(answer.body)["id"] == "Qwen/Qwen2.5-7B-Instruct"
+
+
+@pytest.mark.parametrize("path", ["/v1/models/nope", "/v1/models/served/x", "/v1/models/%73erved2", "/v1/models/../x"])
+def test_a_model_that_there_is_not_is_not_found(house: House, path: str) -> None:
+    """In OpenAI's form, and counted as a refusal."""
+    answer = house.at("GET", path)
+    error = error_of(answer)
+    assert (answer.status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert house.events.refusals == [("unknown_model", 404)]
+    assert house.events.answers == []
+
+
+def test_other_calls_below_the_model_list_are_not_ours() -> None:
+    """They are for a path rule, where there is one."""
+    rule = "routing: {paths: [{prefix: /v1/models, pool: chat}]}\n"
+    house = House(CONFIG + rule)
+    call = {":method": "POST", ":path": "/v1/models/served:predict"}
+    assert isinstance(house.pipeline.decide(house.flights.open(), call, b"{}"), Route)
+    assert house.at("GET", "/v1/models/served").status == 200
+    assert error_of(House().at("DELETE", "/v1/models/served"))["code"] == "unknown_path"
+
+
 # -- refused
 
 

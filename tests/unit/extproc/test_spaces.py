@@ -111,6 +111,13 @@ class House:
         assert isinstance(reply, Answer)
         return {entry["id"]: entry["root"] for entry in json.loads(reply.body)["data"]}
 
+    def model(self, tenant: str, name: str) -> tuple[int, str]:
+        """What is told of one: the status, and what is behind it or the code of the error."""
+        reply = self.pipeline.decide(self.flight(tenant), {":method": "GET", ":path": f"/v1/models/{name}"}, b"")
+        assert isinstance(reply, Answer)
+        told = json.loads(reply.body)
+        return reply.status, told["root"] if reply.status == 200 else told["error"]["code"]
+
 
 def test_a_tenants_names_lead_where_it_says_and_nobody_elses_do() -> None:
     """Its own alias goes before a pool's of the same name; a stranger has neither it nor the pool."""
@@ -143,6 +150,16 @@ def test_the_model_list_is_the_tenants_own() -> None:
     }  # fmt: skip
     assert house.models("plain")["gpt-4o"] == "big"
     assert house.models("narrow") == house.models("anybody") == {"little": "little"}
+
+
+def test_one_model_is_told_to_those_who_see_it() -> None:
+    """As it is theirs; to others it does not exist."""
+    house = House()
+    assert house.model("acme", "gpt-4o") == (200, "bigger")
+    assert house.model("plain", "gpt-4o") == (200, "big")
+    assert house.model("acme", "fast") == (200, "little")
+    for tenant, name in (("narrow", "gpt-4o"), ("anybody", "big"), ("plain", "fast")):
+        assert house.model(tenant, name) == (404, "model_not_found")
 
 
 def test_its_requests_are_placed_by_its_policy_and_the_others_by_the_pools() -> None:

@@ -13,6 +13,7 @@ from extproc.request.apis import (
     guess,
     is_engine_admin,
     is_grpc,
+    model_id,
     response_id,
     without_path,
 )
@@ -41,6 +42,8 @@ def test_every_row_says_what_is_true_of_it() -> None:
         ("/v1/responses", Kind.RESPONSE),
         ("/v1/responses/resp_1", Kind.RESPONSE),
         ("/v1/responses/resp_1/cancel", Kind.RESPONSE),
+        ("/v1/models", Kind.OTHER),
+        ("/v1/models/owner/name", Kind.OTHER),
     ],
 )
 def test_a_path_finds_its_row(path: str, kind: Kind) -> None:
@@ -56,6 +59,22 @@ def test_a_path_finds_its_row(path: str, kind: Kind) -> None:
 def test_other_paths_find_none(path: str) -> None:
     """Nor do those below or above a row's."""
     assert by_path(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("/v1/models", ""),
+        ("/v1/models/", ""),
+        ("/v1/models/m", "m"),
+        ("/v1/models/owner/name", "owner/name"),
+        ("/v1/models/owner%2Fname", "owner/name"),
+        ("/v2/models/m", ""),
+    ],
+)
+def test_a_model_in_a_path_is_decoded(path: str, model: str) -> None:
+    """Slashes are part of its name, however they are written."""
+    assert model_id(path) == model
 
 
 def test_the_id_in_a_path_is_decoded() -> None:
