@@ -33,7 +33,7 @@ from extproc.precise import Found, Matcher
 from extproc.precise import apply as apply_found
 from extproc.quotas import Quotas
 from extproc.reading import READ_AT_ONCE_BYTES, BodyReader, ReadingEvents
-from extproc.reply import Answer, Headers, Pending, Reply, Route, refuse
+from extproc.reply import Answer, Headers, Pending, Reply, Route, openai_error, refuse
 from extproc.request.apis import (
     BY_PATH,
     OTHER,
@@ -554,7 +554,10 @@ class Pipeline:
     # -- the same choice, without carrying it out
 
     def explain(self, path: str, body: bytes, tenant: str | None = None, found: Found | None = None) -> dict[str, Any]:
-        """Where this body of `tenant`'s would go now and why; `error` says why it would be refused."""
+        """Where this body of `tenant`'s would go now and why; `error` says why it would be refused.
+
+        `path`: of an API with a JSON body.
+        """
         plan = self._explained(path, body, tenant)
         if isinstance(plan, dict):
             return plan
@@ -594,10 +597,7 @@ class Pipeline:
         return self.explain(path, body, tenant, await asked if isinstance(asked, asyncio.Future) else asked)
 
     def _explained(self, path: str, body: bytes, tenant: str | None) -> Plan | dict[str, Any]:
-        api = by_path(path)
-        if api is None or api.model_in is not ModelIn.JSON:
-            return {"error": f"not a path with a JSON body: {path}; there are: {', '.join(_EXPLAINED)}"}
-        plan = make_plan(self.generation, self._stored, Incoming(api, {}, body, "", tenant=tenant))
+        plan = make_plan(self.generation, self._stored, Incoming(BY_PATH[path], {}, body, "", tenant=tenant))
         if isinstance(plan, Plan):
             forbidden = None if self.guard is None else self.guard.would_refuse(plan.request)
             if forbidden is None:
@@ -607,10 +607,8 @@ class Pipeline:
 
 
 def _told(refusal: Refusal) -> dict[str, Any]:
-    return {"error": refusal.message, "status": refusal.status, "reason": refusal.reason}
-
-
-_EXPLAINED = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
+    """What the client would read, under which status, and the reason as metrics and logs have it."""
+    return {**openai_error(refusal), "status": refusal.status, "reason": refusal.reason}
 
 
 def _has_work(request: InferenceRequest) -> bool:

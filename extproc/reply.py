@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from extproc.error_object import error_object
 from extproc.request.splice import Splice
 from policies.types import Reason, Refusal
 
@@ -101,7 +102,7 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
     """
     if grpc:
         return Answer(refusal.status, refusal.message.encode(), (), refusal.reason)
-    error = _anthropic_error(refusal) if anthropic else _openai_error(refusal)
+    error: object = _anthropic_error(refusal) if anthropic else openai_error(refusal)
     headers: Headers = (_JSON,)
     if refusal.retry_after_s is not None:
         headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
@@ -112,14 +113,9 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
     return Answer(refusal.status, msgspec.json.encode(error), headers, refusal.reason)
 
 
-def _openai_error(refusal: Refusal) -> dict[str, object]:
-    error = {
-        "message": refusal.message,
-        "type": refusal.type,
-        "param": refusal.param,
-        "code": _CODES.get(refusal.reason, refusal.reason),
-    }
-    return {"error": error}
+def openai_error(refusal: Refusal) -> dict[str, dict[str, str | None]]:
+    """The error object of a refusal, in the shape OpenAI clients parse."""
+    return error_object(refusal.type, _CODES.get(refusal.reason, refusal.reason), refusal.message, refusal.param)
 
 
 def _anthropic_error(refusal: Refusal) -> dict[str, object]:

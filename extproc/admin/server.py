@@ -19,12 +19,25 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc.addresses import why_not_bound
+from extproc.error_object import error_object
+from extproc.request.apis import JSON_PATHS
 
 log = structlog.get_logger(__name__)
 
 _MOST_DECISIONS = 1_000
 _LONGEST_NUMBER = 9
 _LARGEST_BODY_BYTES = 64 * 1024 * 1024
+
+_CODES = {
+    400: "invalid_request",
+    403: "other_origin",
+    404: "unknown_path",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    500: "internal_error",
+}
+"""By status, where nothing more is to be said: the words that clients get for the same faults."""
+_SERVER_ERROR = 500
 
 _Result = TypeVar("_Result")
 _P = ParamSpec("_P")
@@ -52,7 +65,7 @@ class Operations(Protocol):
         """The newest refusals."""
 
     async def explain(self, path: str, body: bytes, tenant: str | None) -> dict[str, Any]:
-        """Where a body would go now, if `tenant` sent it."""
+        """Where a body would go now, if `tenant` sent it. `path` is one of JSON_PATHS."""
 
     def queues(self) -> dict[str, Any]:
         """Who waits, by pool."""
@@ -147,11 +160,15 @@ class AdminServer:
         return await self._told({"decisions": await self._beside(self._operations.decisions, limit, request_id)})
 
     async def _refusals(self, request: web.Request) -> web.Response:
-        return await self._told({"refusals": await self._beside(self._operations.refusals, _limit(request))})
+        limit = _limit(request)
+        return await self._told({"refusals": await self._beside(self._operations.refusals, limit)})
 
     async def _explain(self, request: web.Request) -> web.Response:
         """POST the body a client would send; `?path=` names the API, chat completions unless told; `?tenant=` whose."""
         path, tenant = request.query.get("path", "/v1/chat/completions"), request.query.get("tenant")
+        if path not in JSON_PATHS:
+            message = f"not a path with a JSON body: {path[:200]}; there are: {', '.join(JSON_PATHS)}"
+            return _error(400, message, param="path")
         return await self._told(await self._operations.explain(path, await request.read(), tenant))
 
     async def _queues(self, _request: web.Request) -> web.Response:
@@ -169,7 +186,7 @@ class AdminServer:
     async def _drain(self, request: web.Request) -> web.Response:
         endpoint, verb = request.match_info["endpoint"], request.match_info["verb"]
         if not self._operations.drain(endpoint, drain=verb == "drain"):
-            return _json({"error": {"message": f"no endpoint {endpoint}"}}, 404)
+            return _error(404, f"no endpoint {endpoint}", "unknown_endpoint")
         return _json({"endpoint": endpoint, "done": verb})
 
 
@@ -189,18 +206,25 @@ async def _live(_request: web.Request) -> web.Response:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error is JSON, as everywhere else; and no page of another origin may have an operator's browser ask."""
+    """Every error is JSON, in one shape; and no page of another origin may have an operator's browser ask."""
     try:
         return _forbidden() if _foreign(request) else await handler(request)
     except web.HTTPException as error:
-        return _json({"error": {"message": error.reason, "code": error.status}}, error.status)
+        return _error(error.status, error.reason)
     except Exception:
         log.exception("admin request failed", path=request.path)
-        return _json({"error": {"message": "internal error", "code": 500}}, 500)
+        return _error(500, "internal error")
 
 
 def _forbidden() -> web.Response:
-    return _json({"error": {"message": "requests of other origins are not answered", "code": 403}}, 403)
+    return _error(403, "requests of other origins are not answered")
+
+
+def _error(status: int, message: str, code: str | None = None, param: str | None = None) -> web.Response:
+    """An error in the one shape that clients of the fleet get as well."""
+    kind = "invalid_request_error" if status < _SERVER_ERROR else "server_error"
+    fields = error_object(kind, code or _CODES.get(status, _CODES[400]), message, param)
+    return _json(fields, status)
 
 
 def _foreign(request: web.Request) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from extproc.control import envoy_types as envoy
 from extproc.control.access_logs import cel_filter
+from extproc.error_object import error_object
 from extproc.names import OWN_DETAILS, RETRY_AFTER_S
 
 # an immediate answer without details is ours too: Envoy always gives its own a reason
@@ -85,11 +86,6 @@ def local_replies() -> envoy.LocalReplyConfig:
     return envoy.LocalReplyConfig(mappers=[_grpc_mapper(), *[_mapper(kind) for kind in _KINDS]])
 
 
-def error_fields(kind_type: str, code: str, message: str) -> dict[str, dict[str, str | None]]:
-    """An error in the shape OpenAI clients parse."""
-    return {"error": {"message": message, "type": kind_type, "param": None, "code": code}}
-
-
 def set_header(name: str, value: str) -> envoy.HeaderValueOption:
     """A header that replaces whatever stood there and is left out where its value comes out empty."""
     return envoy.HeaderValueOption(
@@ -109,7 +105,7 @@ def _grpc_mapper() -> envoy.ResponseMapper:
 
 def _mapper(kind: _Kind) -> envoy.ResponseMapper:
     body = envoy.Struct()
-    body.update(error_fields(kind.type, kind.code, kind.message))
+    body.update(error_object(kind.type, kind.code, kind.message))
     return envoy.ResponseMapper(
         filter=cel_filter(f"{_BY_ENVOY} && {kind.when}"),
         body_format_override=envoy.SubstitutionFormatString(json_format=body, content_type="application/json"),

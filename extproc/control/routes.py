@@ -15,7 +15,8 @@ from datetime import timedelta
 from extproc.config.schema import Config
 from extproc.control import envoy_types as envoy
 from extproc.control.clusters import body_window
-from extproc.control.local_replies import error_fields, set_header
+from extproc.control.local_replies import set_header
+from extproc.error_object import error_object
 from extproc.names import (
     CLUSTER_HEADER,
     FIRST_CHOICE_HEADER,
@@ -34,7 +35,7 @@ _RESPONSE_HEADERS = {
     "model": (MODEL_HEADER, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:model)%"),
 }
 EXT_PROC = "envoy.filters.http.ext_proc"
-_UNDECIDED = error_fields("server_error", "router_unavailable", "No routing decision is available. Try again shortly.")
+_UNDECIDED = error_object("server_error", "router_unavailable", "No routing decision is available. Try again shortly.")
 
 
 def route_configuration(config: Config) -> envoy.RouteConfiguration:

@@ -103,6 +103,7 @@ OTHER = Api(Kind.OTHER, (), model_in=ModelIn.PATH, methods=())
 """Whatever an operator's path rule leads somewhere; any method."""
 
 BY_PATH: Final = {path: api for api in APIS for path in api.paths}
+JSON_PATHS: Final = tuple(path for path, api in BY_PATH.items() if api.model_in is ModelIn.JSON)
 _RESPONSE_ID: Final = re.compile(r"(?<=^/v1/responses/)[^/]+")
 _MODELS: Final = BY_PATH["/v1/models/"]
 _BELOW_MODELS: Final = "/v1/models/"

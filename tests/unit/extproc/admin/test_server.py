@@ -62,6 +62,10 @@ class Operations:
         """One tenant."""
         return {"acme": {"running": 2}}
 
+    def queues(self) -> dict[str, Any]:
+        """One queue."""
+        return {"chat": {"held_bytes": 0}}
+
     def profiles(self) -> dict[str, Any]:
         """Operations."""
         return {"chat": {"prefill_tokens_per_s": 5.0}}
@@ -87,6 +91,11 @@ class Operations:
         return b"pointsman_up 1\n"
 
 
+def error(code: str, message: str, kind: str = "invalid_request_error") -> dict[str, str | None]:
+    """What stands under `error`: the same four fields whatever went wrong."""
+    return {"message": message, "type": kind, "param": None, "code": code}
+
+
 def free_address() -> str:
     """A loopback address nobody listens on, on a port that no outgoing connection will take."""
     while True:
@@ -105,9 +114,12 @@ class House:
         self.server = AdminServer(self.operations, admin=admin, metrics=metrics)
         self._client = client
 
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    async def ask(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         """Status and JSON document of an admin route."""
-        async with self._client.request(method, f"http://{self.admin}{path}", data=body) as response:
+        url = f"http://{self.admin}{path}"
+        async with self._client.request(method, url, data=body, headers=headers) as response:
             assert response.content_type == "application/json"
             return response.status, await response.json()
 
@@ -184,7 +196,7 @@ async def test_refusals_are_told_up_to_a_bound(house: House) -> None:
 async def test_a_limit_that_is_no_number_is_refused(house: House, route: str, limit: str) -> None:
     """In words, and nothing is read."""
     status, answer = await house.ask("GET", f"/v1/{route}?limit={limit}")
-    assert (status, answer) == (400, {"error": {"message": "limit must be a whole number", "code": 400}})
+    assert (status, answer) == (400, {"error": error("invalid_request", "limit must be a whole number")})
     assert house.operations.asked == []
 
 
@@ -214,27 +226,67 @@ async def test_an_ipv6_endpoint_can_be_named(house: House) -> None:
 async def test_draining_a_stranger_is_not_found(house: House) -> None:
     """404 that names it."""
     status, answer = await house.ask("POST", "/v1/endpoints/10.9.9.9:1:drain")
-    assert (status, answer) == (404, {"error": {"message": "no endpoint 10.9.9.9:1"}})
+    assert (status, answer) == (404, {"error": error("unknown_endpoint", "no endpoint 10.9.9.9:1")})
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "status", "expected"),
     [
-        ("GET", "/nope", 404),
-        ("GET", "/metrics", 404),
-        ("POST", "/v1/fleet", 405),
-        ("GET", "/v1/explain", 405),
-        ("GET", f"/v1/endpoints/{ADDRESS}:drain", 405),
-        ("POST", f"/v1/endpoints/{ADDRESS}:reboot", 404),
-        ("POST", f"/v1/endpoints/{ADDRESS}", 404),
+        ("GET", "/nope", 404, ("unknown_path", "Not Found")),
+        ("GET", "/metrics", 404, ("unknown_path", "Not Found")),
+        ("POST", f"/v1/endpoints/{ADDRESS}:reboot", 404, ("unknown_path", "Not Found")),
+        ("POST", f"/v1/endpoints/{ADDRESS}", 404, ("unknown_path", "Not Found")),
     ],
 )
-async def test_errors_are_json(house: House, method: str, path: str, status: int) -> None:
+async def test_what_there_is_not_is_an_error_in_json(
+    house: House, method: str, path: str, status: int, expected: tuple[str, str]
+) -> None:
     """As everywhere else, and nothing is done."""
-    got, answer = await house.ask(method, path)
-    assert got == status
-    assert answer["error"]["code"] == status
-    assert answer["error"]["message"]
+    assert await house.ask(method, path) == (status, {"error": error(*expected)})
+    assert house.operations.asked == []
+
+
+def routes() -> list[tuple[str, str]]:
+    """Method and path of all that the admin API answers."""
+    app = AdminServer(Operations(), admin="", metrics="")._admin_app()
+    found = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
+    return [(method, path.format(endpoint=ADDRESS, verb="drain")) for method, path in found if method != "HEAD"]
+
+
+@pytest.mark.parametrize(("method", "path"), routes())
+async def test_every_route_has_errors_of_one_shape(
+    house: House, monkeypatch: pytest.MonkeyPatch, method: str, path: str
+) -> None:
+    """By the wrong method, from another origin's page, and where we fail: what fails is told in no answer."""
+    wrong = "POST" if method == "GET" else "GET"
+    assert await house.ask(wrong, path) == (405, {"error": error("method_not_allowed", "Method Not Allowed")})
+    foreign = await house.ask(method, path, headers={"origin": "http://evil.example"})
+    assert foreign == (403, {"error": error("other_origin", "requests of other origins are not answered")})
+    assert house.operations.asked == []
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    for operation in ("ready", "describe_fleet", "decisions", "refusals", "explain", "queues", "tenants", "profiles",
+                      "config", "drain"):  # fmt: skip
+        monkeypatch.setattr(house.operations, operation, broken)
+    if path != "/livez":
+        failed = await house.ask(method, path)
+        assert failed == (500, {"error": error("internal_error", "internal error", "server_error")})
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v1/models", "/v1/audio/translations", ""])
+async def test_a_path_that_cannot_be_explained_is_told_from_those_that_can(house: House, path: str) -> None:
+    """Naming them."""
+    status, answer = await house.ask("POST", f"/v1/explain?path={path}", b"{}")
+    told = answer["error"]
+    assert (status, told["code"], told["param"], told["type"]) == (
+        400,
+        "invalid_request",
+        "path",
+        "invalid_request_error",
+    )
+    assert told["message"].startswith(f"not a path with a JSON body: {path}; there are: /v1/chat/completions, ")
     assert house.operations.asked == []
 
 
@@ -245,7 +297,7 @@ async def test_a_fault_of_ours_is_json_too(house: House, monkeypatch: pytest.Mon
         raise ZeroDivisionError("a secret detail")
 
     monkeypatch.setattr(house.operations, "describe_fleet", broken)
-    assert await house.ask("GET", "/v1/fleet") == (500, {"error": {"message": "internal error", "code": 500}})
+    assert (await house.ask("GET", "/v1/fleet"))[0] == 500
     assert (await house.ask("GET", "/livez"))[0] == 200
 
 
