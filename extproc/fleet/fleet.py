@@ -697,7 +697,7 @@ class Fleet:
     def _describe(self, member: _Member, now_s: float) -> dict[str, Any]:
         figures = self.state.snapshot(member.slot)
         observed_at_s = figures.pop("observed_at_s")
-        return {
+        told = {
             "endpoint": member.address,
             "pools": sorted(member.pools),
             "models": sorted(self.state.models(member.slot)),
@@ -715,6 +715,7 @@ class Fleet:
             **_describe_engine(member.figures),
             **self._describe_placements(member, now_s),
         }
+        return {name: _legible(value) for name, value in told.items()}
 
     def _describe_placements(self, member: _Member, now_s: float) -> dict[str, Mapping[str, float | str]]:
         """What each of its pools makes of an endpoint."""
@@ -780,4 +781,12 @@ def _describe_engine(figures: EngineFigures | None) -> dict[str, Any]:
     """What kind of engine it is, and each of several behind one endpoint."""
     if figures is None:
         return {"dialect": None, "engines": []}
-    return {"dialect": figures.dialect, "engines": [asdict(engine) for engine in figures.engines]}
+    engines = [{name: _legible(value) for name, value in asdict(engine).items()} for engine in figures.engines]
+    return {"dialect": figures.dialect, "engines": engines}
+
+
+def _legible(value: object) -> object:
+    """A fraction with as many digits as people read: four after the point, and four that count if it is below 1."""
+    if not isinstance(value, float) or value.is_integer():
+        return value
+    return round(value, 4) if abs(value) >= 1 else float(f"{value:.4g}")

@@ -160,13 +160,13 @@ class Tenants:
                 charge.account.requests.take(-1.0, now_s)
 
     def describe(self, now_s: float) -> dict[str, dict[str, float | None]]:
-        """What each tenant seen of late has running, has left and has spent."""
+        """What each tenant seen of late has running, has left and has spent, to a tenth."""
         return {
             tenant: {
                 "running": account.running,
                 "requests_left": _left(account.requests, now_s),
                 "tokens_left": _left(account.tokens, now_s),
-                "budget_spent_tokens": account.spent if account.spec.budget_tokens is not None else None,
+                "budget_spent_tokens": round(account.spent, 1) if account.spec.budget_tokens is not None else None,
             }
             for tenant, account in self._accounts.items()
         }
@@ -279,7 +279,7 @@ def _retry_after_s(over: OverQuota) -> float:
 
 def _left(bucket: Bucket | None, now_s: float) -> float | None:
     """What a bucket holds; less than nothing if it is in debt."""
-    return None if bucket is None else round(bucket.level(now_s), 3)
+    return None if bucket is None else round(bucket.level(now_s), 1)
 
 
 def _bucket(rate: Rate | None, now_s: float) -> Bucket | None:

@@ -126,6 +126,15 @@ def test_a_request_reserves_what_it_is_predicted_to_use_and_settles_by_what_it_u
     assert house.left("acme", "running") == 0
 
 
+def test_what_is_told_of_a_tenant_is_for_people(house: House) -> None:
+    """To a tenth of a token, however long the fractions are that are reckoned with."""
+    house.routed("acme")
+    house.now_s += 1 / 3
+    told = house.quotas.describe()["acme"]
+    assert all(figure is None or figure == round(figure, 1) for figure in told.values()), told
+    assert told["requests_left"] == 4.3
+
+
 @pytest.mark.parametrize(
     ("how", "cost", "requests"),
     [

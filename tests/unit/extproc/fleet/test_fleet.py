@@ -785,6 +785,18 @@ def test_an_endpoint_beyond_the_bound_cannot_drain() -> None:
 # -- described
 
 
+def test_figures_have_no_more_digits_than_people_read(house: House) -> None:
+    """Four after the point, and of what is small four that count; whole numbers stay whole."""
+    house.bring_up("m", A)
+    house.fleet.scraped(A, EngineFigures(running=3, waiting=2, kv_used=0.5, kv_capacity_tokens=12_345_678))
+    slot, state = house.state.slot_of(A), house.state
+    assert slot is not None
+    state.ttft_1m_s[slot], state.error_ewma[slot] = 12.345678901, 0.00012345678
+    told = house.described(A)
+    assert (told["ttft_1m_s"], told["error_ewma"]) == (12.3457, 0.0001235)
+    assert told["kv_capacity_tokens"] == 12_345_678.0
+
+
 def test_an_endpoint_is_described_with_all_its_figures(house: House) -> None:
     """In plain values that JSON can hold."""
     house.bring_up("m", A)
