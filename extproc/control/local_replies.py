@@ -35,6 +35,13 @@ class _Kind:
 
 _KINDS = (
     _Kind(
+        # as from us where a key would do as well
+        "response.code_details == 'jwt_authn_access_denied{Jwt_is_missing}'",
+        "invalid_request_error",
+        "no_credentials",
+        "no credentials: send a token as `Authorization: Bearer ...`",
+    ),
+    _Kind(
         # a token for another audience is a 403
         "(response.code == 401 || response.code_details.startsWith('jwt_authn'))",
         "invalid_request_error",

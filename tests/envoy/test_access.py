@@ -373,6 +373,15 @@ def test_a_token_without_the_tenants_claim_is_refused(tokens: House, issuer: Iss
     assert "org.id" in answer.json()["error"]["message"]
 
 
+def test_without_a_token_it_is_said_that_there_is_none(tokens: House) -> None:
+    """By Envoy, with the code that we would give where a key would do as well."""
+    for headers in ({}, {"authorization": "Basic eDp5"}):
+        answer = tokens.ask(headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "no_credentials")
+    garbled = tokens.ask(bearer("no-token"))
+    assert (garbled.status_code, garbled.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
 def test_a_token_in_the_query_is_none(tokens: House, issuer: Issuer) -> None:
     """Envoy would take it by default; queries stand in logs."""
     assert tokens.ask({}, f"{CHAT}?access_token={issuer.token()}").status_code == 401
