@@ -210,7 +210,7 @@ async def test_nothing_is_taken_of_senses_that_were_given_up() -> None:
     """What of theirs still waits is about a fleet that was forgotten with them."""
     line = await Line().open()
     line.theirs.send(b"".join(encode(Alive(number)) for number in range(100)))
-    while not line.taken:
+    while not line.taken:  # noqa: ASYNC110 - a turn at a time, or all are taken
         await asyncio.sleep(0)
     line.line.close()
     before = len(line.taken)
