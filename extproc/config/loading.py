@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from extproc.config.known_keys import keys_at
-from extproc.config.near_misses import did_you_mean
-from extproc.config.policy_kinds import KINDS
-from extproc.config.pool_policies import build_policy, check_tenant_policies, profile_of
+from extproc.config.pool_policies import build_policy, profile_of, tenant_policy_faults
 from extproc.config.schema import Config, Pool
-from extproc.config.sections.callers import Access
+from extproc.config.sections.callers import Access, Quota, Tenants
 from extproc.config.sections.listen import Tls
 from extproc.config.sections.observing import Observe
 from extproc.config.spaces import sections
+from extproc.config.wording import in_words
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _Section = TypeVar("_Section", bound=BaseModel)
@@ -29,8 +30,10 @@ def load(path: Path) -> Config:
     """Read and validate the file at `path`. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
     config = parse(text, source=str(path))
     return _with_absolute_files(config, path.resolve().parent)
 
@@ -43,105 +46,63 @@ def parse(text: str, *, source: str = "config") -> Config:
         raise ConfigError(f"{source}: not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: expected a mapping with `pools:` at the top, found {type(document).__name__}")
+    faults: list[str] = []
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error))) from error
-    _check_policies(config, source)
+        faults, config = explain(error), _salvaged(document)
+    faults += _policy_faults(config)
+    if faults:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
     return config
 
 
 def explain(error: ValidationError) -> list[str]:
-    """One line per fault: where it is and what to do about it."""
-    faults = error.errors()
-    return [f"{_path(fault['loc'])}: {_sentence(fault)}" for fault in faults if not _follows(fault, faults)]
+    """One line per fault of a section of the config: where it is and what to do about it."""
+    see = "see `pointsman check --schema` for what there is"
+    return [f"{place or 'top level'}: {what}" for place, what in in_words(error, keys_at, see=see)]
 
 
-def _follows(fault: Any, faults: list[Any]) -> bool:  # noqa: ANN401 - pydantic's ErrorDetails, as below
-    """A fault that is only the shadow of another.
-
-    A list counts as too short when its one item is wrong, and an inline policy is no preset's name either.
-    """
-    place = fault["loc"]
-    if fault["type"] == "too_short":
-        return any(other["loc"][: len(place)] == place for other in faults if other is not fault)
-    if place[-1:] == ("str",) and fault["type"] == "string_type":
-        return any(other["loc"][: len(place) - 1] == place[:-1] for other in faults if other is not fault)
-    return False
-
-
-_UNION_MEMBERS = {"int", "str", "Profile", "Endpoint", *KINDS}
-_UNIONS = ("tagged-union[", "function-before[")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`pools[0].endpoints.static` from pydantic's tuple; the names of union members are left out."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part not in _UNION_MEMBERS and not part.startswith(_UNIONS):
-            path += f".{part}" if path else part
-    return path or "top level"
-
-
-_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
-_WORDS = {
-    "missing": "required, but not given",
-    "tuple_type": "should be a list",
-    "string_type": "should be text; put it in quotes",
-    "bool_type": "should be true or false",
-    "bool_parsing": "should be true or false",
-    "int_type": "should be a whole number",
-    "int_parsing": "should be a whole number",
-    "int_from_float": "should be a whole number",
-    "float_type": "should be a number",
-    "float_parsing": "should be a number",
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "should be a mapping"),
-}
-"""An operator's words for what pydantic says in a Python programmer's."""
-
-
-def _sentence(fault: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is a TypedDict only in its stubs
-    if fault["type"] in _UNKNOWN:
-        return _unknown_key(fault["loc"])
-    if fault["type"] == "union_tag_invalid":
-        tag = str(fault["ctx"]["tag"])
-        meant = did_you_mean(tag, KINDS)
-        return f"kind must be one of {', '.join(map(repr, KINDS))}, not {tag!r}{meant and f'; {meant}'}"
-    # what stands where a digest should be may be the key itself
-    given = None if fault["loc"][-1:] == ("sha256",) or fault["type"] == "missing" else fault.get("input")
-    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
-    return f"{_message(fault)}{shown}"
-
-
-def _message(fault: Any) -> str:  # noqa: ANN401 - as above
-    if fault["type"] == "too_short":
-        return f"should have at least {fault['ctx']['min_length']} item"
-    return _WORDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
-
-
-def _unknown_key(location: tuple[int | str, ...]) -> str:
-    meant = did_you_mean(str(location[-1]), keys_at(location[:-1]))
-    return f"unknown key; {meant or 'see `pointsman check --schema` for what there is'}"
-
-
-def _check_policies(config: Config, source: str) -> None:
-    # Built once here so that a bad scorer name is found when the file is read, not when the first request comes.
-    faults = []
+def _policy_faults(config: Config) -> Iterator[str]:
+    """What cannot be built, found when the file is read and not when the first request comes."""
     for position, pool in enumerate(config.pools):
         for part, make in (("policy", build_policy), ("hardware", profile_of)):
             try:
                 make(pool)
             except ValueError as error:
-                faults.append(f"{source}: pools[{position}].{part}: {error}")
+                yield f"pools[{position}].{part}: {error}"
     for where, quota in sections(config.tenants):
-        try:
-            check_tenant_policies(quota, where)
-        except ValueError as error:
-            faults.append(f"{source}: tenants.{where}.policies.{error}")
-    if faults:
-        raise ConfigError("\n".join(faults))
+        for fault in tenant_policy_faults(quota, where):
+            yield f"tenants.{where}.policies.{fault}"
+
+
+def _salvaged(document: dict[Any, Any]) -> Config:
+    """Of a document that is not valid, policies and hardware where they are: its other faults must not hide theirs."""
+    pools, tenants = document.get("pools"), document.get("tenants")
+    tenants = tenants if isinstance(tenants, dict) else {}
+    named = tenants.get("named")
+    return Config.model_construct(
+        pools=tuple(
+            _valid_fields(Pool, pool, "policy", "hardware") for pool in (pools if isinstance(pools, list) else ())
+        ),
+        tenants=Tenants.model_construct(
+            default=_valid_fields(Quota, tenants.get("default"), "policies"),
+            named={
+                str(name): _valid_fields(Quota, quota, "policies")
+                for name, quota in (named if isinstance(named, dict) else {}).items()
+            },
+        ),
+    )
+
+
+def _valid_fields(section: type[_Section], given: object, *names: str) -> _Section:
+    """A section with those of `names` that are valid in `given`, and defaults for the others."""
+    found: dict[str, Any] = {}
+    for name in names:
+        if isinstance(given, dict) and name in given:
+            with contextlib.suppress(ValidationError):
+                found[name] = TypeAdapter(section.model_fields[name].rebuild_annotation()).validate_python(given[name])
+    return section.model_construct(**found)
 
 
 def _with_absolute_files(config: Config, folder: Path) -> Config:

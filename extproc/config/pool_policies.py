@@ -75,13 +75,13 @@ def tenant_policies(quota: Quota, where: str) -> Iterator[TenantPolicy]:
             raise ValueError(f"{pool}: {error}") from error
 
 
-def check_tenant_policies(quota: Quota, where: str) -> None:
-    """Raise ValueError for the first that cannot be built, beginning with the pool that it is for."""
-    for one in tenant_policies(quota, where):
+def tenant_policy_faults(quota: Quota, where: str) -> Iterator[str]:
+    """Why those of one section cannot be built, each beginning with the pool that it is for."""
+    for pool, policy in quota.policies.items():
         try:
-            build(one.spec, one.name)
+            build(_spec_of(policy), name_for(policy, where))
         except ValueError as error:
-            raise ValueError(f"{one.pool}: {error}") from error
+            yield f"{pool}: {error}"
 
 
 def name_for(policy: str | Policy, where: str) -> str:
@@ -92,11 +92,13 @@ def name_for(policy: str | Policy, where: str) -> str:
 
 def build(spec: PolicySpec, name: str) -> BuiltPolicy:
     """The policy object under the name that is shown. Raises ValueError for an unknown part, or none that ranks."""
-    _refuse_parts("filter", spec.filters, FILTERS)
+    faults = _unknown_parts("filter", spec.filters, FILTERS)
     if isinstance(spec, WeightedSpec):
-        _refuse_parts("scorer", [scorer.name for scorer in spec.scorers], SCORERS)
-        if not any(scorer.weight for scorer in spec.scorers):
-            raise ValueError("nothing ranks the endpoints; name scorers, or use least-request")
+        faults += _unknown_parts("scorer", [scorer.name for scorer in spec.scorers], SCORERS)
+    if faults:
+        raise ValueError("; ".join(faults))
+    if isinstance(spec, WeightedSpec) and not any(scorer.weight for scorer in spec.scorers):
+        raise ValueError("nothing ranks the endpoints; name scorers, or use least-request")
     try:
         return spec.build(name)
     except ValueError:
@@ -105,10 +107,8 @@ def build(spec: PolicySpec, name: str) -> BuiltPolicy:
         raise ValueError(f"the policy cannot be made: {error!r}") from error
 
 
-def _refuse_parts(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    faults = [unknown(f"unknown {what}", name, known) for name in names if name not in known]
-    if faults:
-        raise ValueError("; ".join(faults))
+def _unknown_parts(what: str, names: Iterable[str], known: Collection[str]) -> list[str]:
+    return [unknown(f"unknown {what}", name, known) for name in names if name not in known]
 
 
 def _shown_name(policy: str | Policy) -> str:

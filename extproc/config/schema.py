@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -14,7 +15,16 @@ from extproc.config.policy_kinds import Policy
 from extproc.config.sections.breakers import Breakers
 from extproc.config.sections.callers import Access, Tenants
 from extproc.config.sections.endpoint_sources import Endpoints
-from extproc.config.sections.fields import LAST_PORT, Model, ModelName, Name, Positive, RuleHeader, refuse_twice
+from extproc.config.sections.fields import (
+    LAST_PORT,
+    Model,
+    ModelName,
+    Name,
+    Positive,
+    RuleHeader,
+    given_twice,
+    refuse,
+)
 from extproc.config.sections.guard import Guard
 from extproc.config.sections.listen import Listen
 from extproc.config.sections.observing import Admin, Observe
@@ -22,7 +32,7 @@ from extproc.config.sections.prefix_index import PreciseIndex, PrefixIndex
 from extproc.config.sections.queueing import PoolQueue
 from extproc.config.sections.upstream import Retries, Timeouts, Wire
 from extproc.config.sections.watching import Probe, Scrape
-from extproc.config.spaces import check_spaces
+from extproc.config.spaces import sections, space_faults
 from extproc.names import STRIPPED_HEADERS
 from policies.placement.profiles import Profile
 
@@ -69,12 +79,15 @@ class Pool(Model):
 
     @model_validator(mode="after")
     def _aliases_point_here(self) -> Self:
+        refuse(self._faults_of_aliases())
+        return self
+
+    def _faults_of_aliases(self) -> Iterator[str]:
         for alias, model in self.aliases.items():
             if model not in self.models:
-                raise ValueError(f"alias {alias!r} points to {model!r}; this pool serves {list(self.models)}")
+                yield f"alias {alias!r} points to {model!r}; this pool serves {list(self.models)}"
             if alias in self.models:
-                raise ValueError(f"{alias!r} is both a model and an alias")
-        return self
+                yield f"{alias!r} is both a model and an alias"
 
 
 class PathRule(Model):
@@ -175,51 +188,50 @@ class Config(Model):
         return access
 
     @model_validator(mode="after")
-    def _names_are_unique(self) -> Self:
-        refuse_twice("pool name", [pool.name for pool in self.pools])
-        refuse_twice("cluster", [pool.cluster_name for pool in self.pools])
+    def _fits_together(self) -> Self:
+        refuse(
+            [
+                *self._names_given_twice(),
+                *self._faults_of_tenants(),
+                *self._faults_of_guard(),
+                *self._unknown_classes(),
+                *self._faults_of_routing(),
+            ]
+        )
+        return self
+
+    def _names_given_twice(self) -> Iterator[str]:
+        yield from given_twice("pool name", [pool.name for pool in self.pools])
+        yield from given_twice("cluster", [pool.cluster_name for pool in self.pools])
         binds = [pool.precise.events.bind for pool in self.pools if pool.precise and pool.precise.events.bind]
-        refuse_twice("prefix_index.precise.events.bind", binds)
-        refuse_twice("model or alias", [name for pool in self.pools for name in (*pool.models, *pool.aliases)])
-        return self
+        yield from given_twice("prefix_index.precise.events.bind", binds)
+        names = [name for pool in self.pools for name in (*pool.models, *pool.aliases)]
+        yield from given_twice("model or alias", names)
 
-    @model_validator(mode="after")
-    def _tenants_can_be_told_apart(self) -> Self:
+    def _faults_of_tenants(self) -> Iterator[str]:
         if self.tenants is None:
-            return self
+            return
         if not self.access.guarded:
-            raise ValueError("tenants: without `access` no request has a tenant, and no quota would ever apply")
-        check_spaces(self.tenants, self.pools)
-        return self
+            yield "tenants: without `access` no request has a tenant, and no quota would ever apply"
+        yield from space_faults(self.tenants, self.pools)
 
-    @model_validator(mode="after")
-    def _clients_can_be_told_apart(self) -> Self:
+    def _faults_of_guard(self) -> Iterator[str]:
         if self.guard is not None and self.guard.client != "address" and not self.access.guarded:
-            raise ValueError(
-                f"guard.client: {self.guard.client} needs `access`, or no request has one; use address without it"
-            )
-        return self
+            yield f"guard.client: {self.guard.client} needs `access`, or no request has one; use address without it"
 
-    @model_validator(mode="after")
-    def _classes_exist(self) -> Self:
+    def _unknown_classes(self) -> Iterator[str]:
         queues = [pool.queue for pool in self.pools if pool.queue is not None]
         classes = list(dict.fromkeys(one.name for queue in queues for one in queue.classes))
         there_are = f"there are: {', '.join(classes)}" if classes else "no pool has a queue"
-        tenants = self.tenants or Tenants()
-        for where, quota in (("default", tenants.default), *tenants.named.items()):
+        for where, quota in sections(self.tenants):
             if quota.best_class is not None and quota.best_class not in classes:
-                raise ValueError(f"tenants: {where}.best_class: no class {quota.best_class!r} in a queue; {there_are}")
-        return self
+                yield f"tenants: {where}.best_class: no class {quota.best_class!r} in a queue; {there_are}"
 
-    @model_validator(mode="after")
-    def _routing_leads_somewhere(self) -> Self:
+    def _faults_of_routing(self) -> Iterator[str]:
         routing, pools = self.routing, {pool.name for pool in self.pools}
         for rule in routing.paths:
             if rule.pool not in pools:
-                raise ValueError(
-                    f"routing.paths: {rule.prefix} leads to pool {rule.pool!r}; there are: {sorted(pools)}"
-                )
+                yield f"routing.paths: {rule.prefix} leads to pool {rule.pool!r}; there are: {sorted(pools)}"
         names = {name for pool in self.pools for name in (*pool.models, *pool.aliases)}
         if routing.default_model is not None and routing.default_model not in names:
-            raise ValueError(f"routing.default_model is {routing.default_model!r}; there are: {sorted(names)}")
-        return self
+            yield f"routing.default_model is {routing.default_model!r}; there are: {sorted(names)}"

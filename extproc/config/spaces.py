@@ -6,7 +6,7 @@ may take (quotas), and the view as a running system uses it (generations.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from extproc.config.near_misses import unknown
@@ -29,31 +29,30 @@ def seen_by(quota: Quota, pools: Iterable[Pool]) -> list[Pool]:
     return [pool for pool in pools if quota.pools is None or pool.name in quota.pools]
 
 
-def check_spaces(tenants: Tenants, pools: Iterable[Pool]) -> None:
-    """Raise ValueError for a section that names what its tenant does not see, with its place and what there is."""
+def space_faults(tenants: Tenants, pools: Iterable[Pool]) -> Iterator[str]:
+    """What a section names that its tenant does not see, with its place and what there is."""
     all_pools = tuple(pools)
     for where, quota in sections(tenants):
-        try:
-            _refuse_unknown("it sees no pool", quota.pools or (), {pool.name for pool in all_pools}, "pools")
-            _check(quota, seen_by(quota, all_pools))
-        except ValueError as error:
-            raise ValueError(f"tenants.{where}.{error}") from None
+        there = {pool.name for pool in all_pools}
+        no_pool = [*_unknown("it sees no pool", quota.pools or (), there, "pools")]
+        # of pools that are not there nothing further can be said
+        for fault in no_pool or _faults(quota, seen_by(quota, all_pools)):
+            yield f"tenants.{where}.{fault}"
 
 
-def _check(quota: Quota, pools: list[Pool]) -> None:
+def _faults(quota: Quota, pools: list[Pool]) -> Iterator[str]:
     models = {model for pool in pools for model in pool.models}
-    _refuse_unknown("no model that it sees is called", quota.aliases.values(), models, "aliases")
+    yield from _unknown("no model that it sees is called", quota.aliases.values(), models, "aliases")
     for alias in quota.aliases:
         if alias in models:
-            raise ValueError(f"aliases: {alias!r} is a model's own name; an alias must be another")
+            yield f"aliases: {alias!r} is a model's own name; an alias must be another"
     names = {*models, *(alias for pool in pools for alias in pool.aliases), *quota.aliases}
     if quota.default_model is not None:
-        _refuse_unknown("it sees no model", (quota.default_model,), names, "default_model")
-    _refuse_unknown("it sees no pool", quota.policies, {pool.name for pool in pools}, "policies")
+        yield from _unknown("it sees no model", (quota.default_model,), names, "default_model")
+    yield from _unknown("it sees no pool", quota.policies, {pool.name for pool in pools}, "policies")
 
 
-def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str] | Mapping[str, object], field: str) -> None:
-    there = set(known)
+def _unknown(what: str, names: Iterable[str], there: set[str], field: str) -> Iterator[str]:
     for name in names:
         if name not in there:
-            raise ValueError(f"{field}: {unknown(what, name, there)}")
+            yield f"{field}: {unknown(what, name, there)}"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from extproc.config.policy_kinds import Policy
-from extproc.config.sections.fields import HeaderName, Model, ModelName, Name, Positive, refuse_twice
+from extproc.config.sections.fields import HeaderName, Model, ModelName, Name, Positive, given_twice, refuse
 
 LONGEST_TENANT = 128
 """Characters of a tenant's name, whoever gives it."""
@@ -34,8 +34,8 @@ class ApiKey(Model):
 
 
 def _keys_differ(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-    refuse_twice("key name", [key.name for key in keys])
-    refuse_twice("sha256", [key.sha256 for key in keys])
+    names, digests = [key.name for key in keys], [key.sha256 for key in keys]
+    refuse([*given_twice("key name", names), *given_twice("sha256", digests)])
     return keys
 
 

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, field_validator, model_validator
 
 from extproc.config.sections.fields import LAST_PORT, Model, Name, Port, Positive, Seconds, check_address
 
 HostName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?$", max_length=254)
 ]
+Address = Annotated[str, AfterValidator(check_address)]
 RecordType = Literal["A", "AAAA", "SRV"]
 
 
@@ -24,7 +25,7 @@ class Dns(Model):
         "auto", description="auto: SRV if the name begins with _; else A, and AAAA where there is no A"
     )
     port: Port | None = Field(None, description="for A and AAAA; SRV records bring their own")
-    servers: tuple[str, ...] = Field((), description="IP:port of DNS servers; none: those of /etc/resolv.conf")
+    servers: tuple[Address, ...] = Field((), description="IP:port of DNS servers; none: those of /etc/resolv.conf")
     refresh_min_s: Seconds = Field(5, description="asked again when the records' time to live is over, but not before")
     refresh_max_s: Seconds = Field(60, description="... and not later than after this")
     timeout_s: Seconds = Field(5, description="for one question, all servers tried")
@@ -36,11 +37,6 @@ class Dns(Model):
         if self.type != "auto":
             return (self.type,)
         return ("SRV",) if self.name.startswith("_") else ("A", "AAAA")
-
-    @field_validator("servers")
-    @classmethod
-    def _check_servers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(check_address(server) for server in value)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -120,33 +116,48 @@ GpuName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 class Endpoint(Model):
     """One endpoint and what policies may go by. `cost` in any unit, as long as it is the same for all."""
 
-    address: str
+    address: Address
     weight: float = Field(1.0, gt=0, le=1e6, description="for weighted turns")
     zone: Name | None = Field(None, description="where it runs; see the top level's `zone`")
     cost: float = Field(0.0, ge=0, le=1e12, description="for `least-cost`")
     gpus: tuple[GpuName, ...] = Field((), description="its own on its host, by index or UUID; see `scrape.dcgm`")
 
-    _address = field_validator("address")(check_address)
+
+def _spelled(listed: object) -> str | None:
+    """How an endpoint of a list is given, by the name of what reads it; None for what is neither."""
+    if isinstance(listed, str):
+        return "str"
+    return "Endpoint" if isinstance(listed, dict | Endpoint) else None
+
+
+Listed = Annotated[
+    Annotated[Address, Tag("str")] | Annotated[Endpoint, Tag("Endpoint")],
+    Discriminator(
+        _spelled,
+        custom_error_type="no_endpoint",
+        custom_error_message="should be IP:port, or a mapping with an `address`",
+    ),
+]
+"""An endpoint as lists have it, in the config and in files."""
 
 
 class Endpoints(Model):
     """Where a pool's endpoints come from: exactly one source."""
 
-    static: tuple[str | Endpoint, ...] | None = None
+    static: tuple[Listed, ...] | None = None
     file: Path | None = Field(None, description="YAML or JSON list of IP:port, watched; relative to the config file")
     dns: Dns | None = None
     kubernetes: Kubernetes | None = None
 
     @field_validator("static")
     @classmethod
-    def _check_static(cls, value: tuple[str | Endpoint, ...] | None) -> tuple[str | Endpoint, ...] | None:
+    def _no_address_twice(cls, value: tuple[str | Endpoint, ...] | None) -> tuple[str | Endpoint, ...] | None:
         if value is None:
             return None
-        endpoints = tuple(check_address(one) if isinstance(one, str) else one for one in value)
-        addresses = [one if isinstance(one, str) else one.address for one in endpoints]
+        addresses = [one if isinstance(one, str) else one.address for one in value]
         if len(set(addresses)) != len(addresses):
             raise ValueError("an address is listed twice")
-        return endpoints
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -6,6 +6,7 @@ Not here: anything that means something by itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
 from typing import Annotated
 
@@ -70,11 +71,25 @@ def is_wildcard(address: str) -> bool:
     return address.startswith(("0.0.0.0:", "[::]:"))
 
 
-def refuse_twice(what: str, names: list[str]) -> None:
-    """Raise ValueError saying which of `names` are there more than once."""
+class Faults(ValueError):
+    """Several faults of one section, each of which is told."""
+
+    def __init__(self, faults: tuple[str, ...]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise Faults if there is any."""
+    if found := tuple(faults):
+        raise Faults(found)
+
+
+def given_twice(what: str, names: list[str]) -> Iterator[str]:
+    """Which of `names` are there more than once, in a sentence if any is."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{what} given more than once: {', '.join(twice)}")
+        yield f"{what} given more than once: {', '.join(twice)}"
 
 
 def check_pattern(value: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from extproc.config.sections.fields import Model, check_address, check_reachable, is_wildcard, refuse_twice
+from extproc.config.sections.fields import Model, check_address, check_reachable, given_twice, is_wildcard, refuse
 
 LONGEST_LANE = 80
 """Of the lane's folder: with a socket's name behind it, it must fit into the 107 bytes that a Unix address has."""
@@ -91,5 +91,5 @@ class Listen(Model):
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         given = [address for address in (self.http, self.grpc, self.grpc_tls, self.health) if address]
-        refuse_twice("listen address", given)
+        refuse(given_twice("listen address", given))
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from extproc.config.sections.fields import Model, Name, Positive, Seconds, Share, refuse_twice
+from extproc.config.sections.fields import Model, Name, Positive, Seconds, Share, given_twice, refuse
 
 HOLD_S = 600
 """So long our own Envoy waits for an answer of ours: the deadline is ours to keep and to answer for."""
@@ -63,10 +64,12 @@ class PoolQueue(Model):
     @model_validator(mode="after")
     def _overflows_lead_somewhere(self) -> Self:
         names = [one.name for one in self.classes]
-        refuse_twice("class", names)
+        refuse([*given_twice("class", names), *self._overflow_faults(names)])
+        return self
+
+    def _overflow_faults(self, names: list[str]) -> Iterator[str]:
         for one in self.classes:
             if one.overflow == one.name:
-                raise ValueError(f"class {one.name} overflows into itself; name another or leave overflow out")
-            if one.overflow is not None and one.overflow not in names:
-                raise ValueError(f"class {one.name} overflows into {one.overflow!r}; there are: {', '.join(names)}")
-        return self
+                yield f"class {one.name} overflows into itself; name another or leave overflow out"
+            elif one.overflow is not None and one.overflow not in names:
+                yield f"class {one.name} overflows into {one.overflow!r}; there are: {', '.join(names)}"
