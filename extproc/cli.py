@@ -143,17 +143,18 @@ def check(
     list_presets: Annotated[bool, typer.Option("--presets", help="Print the presets' names instead.")] = False,
 ) -> None:
     """Validate a configuration file and the files it names; every fault is told with its place."""
+    from extproc.followed_files import followed_faults, key_count
+
     if schema or list_presets:
         typer.echo(json.dumps(Config.model_json_schema(), indent=2) if schema else "\n".join(presets()))
         return
     if config is None:
         _fail("name a configuration file, or ask for --schema or --presets")
     loaded = _load(config)
-    keys = _keys_of(loaded)
-    _refuse_files(config, [*file_faults(loaded), *([keys] if isinstance(keys, str) else [])])
+    _refuse_files(config, [*file_faults(loaded), *followed_faults(loaded)])
     for line in (
         *pool_lines(loaded),
-        access_line(loaded.access, int(keys)),
+        access_line(loaded.access, int(key_count(loaded))),
         *tenant_lines(loaded),
         *guard_lines(loaded),
     ):
@@ -161,18 +162,6 @@ def check(
     for warning in file_warnings(loaded):
         typer.echo(f"{config}: warning: {warning}", err=True)
     typer.echo(f"{config} is valid")
-
-
-def _keys_of(config: Config) -> int | str:
-    """How many API keys there are, or what is wrong with their file."""
-    from extproc.access.key_file import parsed_or_why_not, read_text
-    from extproc.access.keys import BadKeys
-
-    file = config.access.api_keys_file
-    found = () if file is None else parsed_or_why_not(read_text(file))
-    if isinstance(found, BadKeys):
-        return f"access.api_keys_file: {file}: {found}"
-    return len({key.sha256 for key in (*found, *config.access.api_keys)})
 
 
 def _refuse_files(config: Path, faults: Sequence[str]) -> None:

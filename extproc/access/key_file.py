@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import structlog
 
 from extproc.access.keys import BadKeys, parse_keys
 from extproc.config.sections.callers import ApiKey
-from extproc.fleet.discovery.files import follow_parsed
+from extproc.fleet.discovery.files import follow_parsed, read_text, why_unreadable
 
 log = structlog.get_logger(__name__)
 
@@ -45,8 +46,9 @@ class KeyFile:
         self._file = file
         self.keys = () if file is None else None
         if file is not None:
-            self._take(parsed_or_why_not(read_text(file)))
-            self._task = asyncio.create_task(follow_parsed(file, parsed_or_why_not, self._changed), name="api keys")
+            self._take(read_keys(file))
+            following = follow_parsed(file, partial(_parsed_or_why_not, file), self._changed)
+            self._task = asyncio.create_task(following, name="api keys")
 
     async def close(self) -> None:
         """Stop following."""
@@ -73,16 +75,14 @@ class KeyFile:
             self.keys = found
 
 
-def read_text(file: Path) -> str | None:
-    """The file's text; None if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
+def read_keys(file: Path) -> tuple[ApiKey, ...] | BadKeys:
+    """The keys in a file as it is now, or why there are none."""
+    return _parsed_or_why_not(file, read_text(file))
 
 
-def parsed_or_why_not(text: str | None) -> tuple[ApiKey, ...] | BadKeys:
-    """What `parse_keys` returns or raises, as a value."""
+def _parsed_or_why_not(file: Path, text: str | None) -> tuple[ApiKey, ...] | BadKeys:
+    if text is None:
+        return BadKeys(why_unreadable(file))
     try:
         return parse_keys(text)
     except BadKeys as error:

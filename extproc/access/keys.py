@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable
 from hashlib import sha256
 
 from pydantic import TypeAdapter, ValidationError
 
 from extproc.config.sections.callers import ApiKey, ApiKeys
+from extproc.config.wording import in_words, keys_of
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 _PREFIX = "pm-"
@@ -41,24 +41,22 @@ def digest_of(key: str) -> str:
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def parse_keys(text: str | None) -> tuple[ApiKey, ...]:
-    """Keys from a file's text (None: it could not be read). Raises BadKeys, which never quotes what stands there."""
-    if text is None:
-        raise BadKeys("cannot be read")
+def parse_keys(text: str) -> tuple[ApiKey, ...]:
+    """Keys from a file's text. Raises BadKeys, which never quotes what stands there."""
     try:
         document = parse_yaml(text)
     except BadYaml as error:
         where = "" if error.line is None else f"line {error.line}: "
         raise BadKeys(f"{where}not YAML or JSON, or a key of a mapping is given twice") from None
+    if document is None:
+        raise BadKeys("the file is empty; write `[]` to let nobody in")
     if isinstance(document, dict):
         document = document.get("api_keys")
+    if not isinstance(document, list):
+        raise BadKeys("expected a list of keys, or a mapping with one under `api_keys`")
     try:
         return _LIST.validate_python(document)
     except ValidationError as error:
-        raise BadKeys("; ".join(_faults(error))) from None
-
-
-def _faults(error: ValidationError) -> Iterable[str]:
-    for fault in error.errors(include_input=False):
-        place = ".".join(map(str, fault["loc"])) or "the list"
-        yield f"{place}: {str(fault['msg']).removeprefix('Value error, ')}"
+        there_are = f"there are: {', '.join(ApiKey.model_fields)}"
+        faults = in_words(error, keys_of(ApiKey), see=there_are, quote=False)
+        raise BadKeys("; ".join(f"{place or 'the list'}: {what}" for place, what in faults)) from None

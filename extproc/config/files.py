@@ -1,7 +1,7 @@
 """The files a config names, looked at before anything starts: each fault with the field that names the file.
 
-Not here: the config's own text (loading.py), and the contents of files that are followed while we run. Those may come
-later, so one that is not there is only worth a warning.
+Not here: the config's own text (loading.py), and the contents of files that are read while we run (followed_files.py).
+Those may come later, so one that is not there is only worth a warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def file_warnings(config: Config) -> list[str]:
     return [
         f"pools[{number}].prefix_index.precise.tokenizer: {file}: cannot be read; prompts are matched approximately"
         for number, pool in enumerate(config.pools)
-        for file in _tokenizer_files(pool)
+        for file in tokenizer_files(pool)
         if not os.access(file, os.R_OK)
     ] + [
         f"{place}: {file}: cannot be read; no endpoints until it can"
@@ -48,7 +48,7 @@ def file_warnings(config: Config) -> list[str]:
     ]
 
 
-def _tokenizer_files(pool: Pool) -> list[Path]:
+def tokenizer_files(pool: Pool) -> list[Path]:
     """What a tokenizer's folder holds in any case."""
     precise = pool.precise
     folder = None if precise is None or precise.tokenizer == "engine" else Path(precise.tokenizer)

@@ -45,7 +45,7 @@ def parse(text: str, *, source: str = "config") -> Config:
     except BadYaml as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{source}: expected a mapping with `pools:` at the top, found {type(document).__name__}")
+        raise ConfigError(f"{source}: expected a mapping with `pools:` at the top, found {_shape(document)}")
     faults: list[str] = []
     try:
         config = Config.model_validate(document)
@@ -55,6 +55,12 @@ def parse(text: str, *, source: str = "config") -> Config:
     if faults:
         raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
     return config
+
+
+def _shape(document: object) -> str:
+    if document is None:
+        return "nothing"
+    return "a list" if isinstance(document, list) else "a single value"
 
 
 def explain(error: ValidationError) -> list[str]:

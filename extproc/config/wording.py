@@ -23,12 +23,13 @@ def in_words(
     """Each fault as its place, empty for the whole, and what is wrong there.
 
     `keys_at`: which keys there may be at a place. `see`: what to look at where an unknown key is close to none of
-    them. `quote`: whether what stands there may be told; a name of a key always is.
+    them. `quote`: whether anything that stands there may be told, be it the name of an unknown key.
     """
     found = error.errors(include_input=quote)
     for fault in found:
         if not _follows(fault, found):
-            place = path(fault["loc"])
+            hidden = fault["type"] in _UNKNOWN and not quote
+            place = path(fault["loc"][:-1] if hidden else fault["loc"])
             yield from ((place, sentence) for sentence in _sentences(fault, keys_at, see))
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from extproc.config.sections.endpoint_sources import Endpoint
-from extproc.config.sections.fields import check_address
+from extproc.config.sections.endpoint_sources import Endpoint, Listed
+from extproc.config.wording import in_words, keys_of
 from extproc.config.yaml_text import BadYaml, parse_yaml
 
 
@@ -56,30 +55,33 @@ def _discovered(endpoint: Discovered | Endpoint | str) -> Discovered:
     )
 
 
+_LIST = TypeAdapter[list[Endpoint | str]](list[Listed])
+_MOST_TOLD = 5
+"""Faults of one file that a line of the log holds."""
+
+
 class BadEndpoints(Exception):
-    """The source's content is not a list of endpoints."""
+    """The source's content is not a list of endpoints. `faults`: all that is wrong; the message has the first few."""
+
+    def __init__(self, *faults: str) -> None:
+        more = len(faults) - _MOST_TOLD
+        super().__init__("; ".join(faults[:_MOST_TOLD]) + (f"; and {more} more" if more > 0 else ""))
+        self.faults = faults
 
 
-def parse_endpoints(text: str | None) -> list[Discovered]:
-    """Endpoints from a file's text (None: it could not be read). Raises BadEndpoints."""
-    if text is None:
-        raise BadEndpoints("cannot be read")
+def parse_endpoints(text: str) -> list[Discovered]:
+    """Endpoints from a file's text. Raises BadEndpoints."""
     try:
         document = parse_yaml(text)
     except BadYaml as error:
         raise BadEndpoints(f"not YAML or JSON: {error}") from error
+    if document is None:
+        raise BadEndpoints("the file is empty; write `[]` if there are no endpoints")
     if isinstance(document, dict):
         document = document.get("endpoints")
-    if not isinstance(document, list) or not all(isinstance(listed, str | dict) for listed in document):
+    if not isinstance(document, list):
         raise BadEndpoints("expected a list of IP:port, or a mapping with one under `endpoints`")
     try:
-        return list(as_discovered(_checked(listed) for listed in document).values())
+        return list(as_discovered(_LIST.validate_python(document)).values())
     except ValidationError as error:
-        fault = error.errors()[0]
-        raise BadEndpoints(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
-    except ValueError as error:
-        raise BadEndpoints(str(error)) from error
-
-
-def _checked(listed: str | dict[str, Any]) -> str | Endpoint:
-    return check_address(listed) if isinstance(listed, str) else Endpoint.model_validate(listed)
+        raise BadEndpoints(*(f"{place}: {what}" for place, what in in_words(error, keys_of(Endpoint)))) from error

@@ -59,7 +59,7 @@ async def follow_parsed(
 async def _report_change(
     file: Path, seen: list[str | None], parse: Callable[[str | None], _Parsed], on_parsed: Callable[[_Parsed], None]
 ) -> None:
-    text = await asyncio.to_thread(_text, file)
+    text = await asyncio.to_thread(read_text, file)
     if seen == [text]:
         return
     seen[:] = [text]
@@ -69,10 +69,29 @@ async def _report_change(
         log.exception("change not taken over", file=str(file))  # the next change must still be seen
 
 
-def _text(file: Path) -> str | None:
+def read_text(file: Path) -> str | None:
+    """The file's text; None if it cannot be read."""
     try:
         if not file.is_file():  # a pipe would never let go of the thread that reads it
             return None
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: bytes that are no text, a name that no file can have
         return None
+
+
+def why_unreadable(file: Path) -> str:
+    """Why `read_text` has no text of it, as far as that can still be seen."""
+    try:
+        if file.is_dir():
+            return "is a folder"
+        if not file.exists():
+            return "there is no such file"
+        if file.is_file():
+            file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return "is not text in UTF-8"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError:
+        pass
+    return "cannot be read"

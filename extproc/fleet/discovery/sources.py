@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from extproc.config.schema import Pool
 from extproc.fleet.discovery.endpoints import BadEndpoints, Discovered, as_discovered, parse_endpoints
-from extproc.fleet.discovery.files import follow_parsed
+from extproc.fleet.discovery.files import follow_parsed, read_text, why_unreadable
 from extproc.fleet.discovery.sink import DiscoveryEvents, Sink
 
 
@@ -72,10 +73,17 @@ async def follow_endpoints_file(file: Path, sink: Sink) -> None:
         else:
             sink.found(found)
 
-    await follow_parsed(file, _endpoints_or_why_not, tell)
+    await follow_parsed(file, partial(_endpoints_or_why_not, file), tell)
 
 
-def _endpoints_or_why_not(text: str | None) -> list[Discovered] | BadEndpoints:
+def read_endpoints(file: Path) -> list[Discovered] | BadEndpoints:
+    """What a file lists as it is now, or why that is no list of endpoints."""
+    return _endpoints_or_why_not(file, read_text(file))
+
+
+def _endpoints_or_why_not(file: Path, text: str | None) -> list[Discovered] | BadEndpoints:
+    if text is None:
+        return BadEndpoints(why_unreadable(file))
     try:
         return parse_endpoints(text)
     except BadEndpoints as error:

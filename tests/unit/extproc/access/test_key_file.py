@@ -69,6 +69,7 @@ async def test_a_file_that_is_not_there_is_told_from_an_empty_one(tmp_path: Path
     with capture_logs() as logs:
         house.file.configure(house.path)
     assert [entry["event"] for entry in logs] == ["API key file ignored; there has been no list yet"]
+    assert logs[0]["error"] == "there is no such file"
     assert (house.names(), house.reads) == (None, [False])
     house.write()
     await house.until(lambda: house.names() == [])
@@ -87,6 +88,22 @@ async def test_a_slip_keeps_the_last_good_list(tmp_path: Path) -> None:
     house.write("b")
     await house.until(lambda: house.names() == ["b"])
     assert house.changes > changes
+    await house.file.close()
+
+
+async def test_an_emptied_file_says_how_to_let_nobody_in(tmp_path: Path) -> None:
+    """Emptied by somebody who means that, or by a slip: the keys stay in force, and the log says what to write."""
+    house = House(tmp_path)
+    house.write("a")
+    house.file.configure(house.path)
+    with capture_logs() as logs:
+        house.path.write_text("")
+        await house.until(lambda: False in house.reads)
+    assert house.names() == ["a"]
+    [told] = [entry for entry in logs if entry["event"] == "API key file ignored, the last good list stays"]
+    assert told["error"] == "the file is empty; write `[]` to let nobody in"
+    house.path.write_text("[]")
+    await house.until(lambda: house.names() == [])
     await house.file.close()
 
 

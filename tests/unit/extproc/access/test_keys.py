@@ -57,19 +57,22 @@ def test_an_empty_list_is_a_list() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "cannot be read"),
-        ("", "the list"),
+        ("", "the file is empty; write `[]` to let nobody in"),
+        ("# no keys at all", "the file is empty"),
         ("[{", "not YAML"),
-        ("{api_keys: 3}", "the list"),
-        ("[{name: a}]", "0.tenant"),
-        (f"[{{name: a, tenant: t, sha256: {SECRET}}}]", "0.sha256: not a SHA-256"),
-        (f"- {SECRET}", "0"),
-        (f"{SECRET}: {SECRET}", "the list"),
+        ("{api_keys: 3}", "expected a list of keys, or a mapping with one under `api_keys`"),
+        ("api_keys:", "expected a list of keys"),
+        ("[{name: a}]", "[0].tenant: required, but not given; [0].sha256: required"),
+        (f"[{{name: a, tenant: t, sha256: {SECRET}}}]", "[0].sha256: not a SHA-256"),
+        (f"[{{name: a, tenant: t, sha: {SECRET}}}]", "[0]: unknown key; did you mean 'sha256'?"),
+        (f"[{{name: a, {SECRET}: t}}]", "[0]: unknown key; there are: name, tenant, sha256"),
+        (f"- {SECRET}", "[0]: should be a mapping"),
+        (f"{SECRET}: {SECRET}", "expected a list of keys"),
         (json.dumps([entry(), entry(key="l")]), "key name given more than once: a"),
         (json.dumps([entry(), entry("b")]), "sha256 given more than once"),
     ],
 )
-def test_what_is_no_list_of_keys_is_refused_without_quoting_it(text: str | None, why: str) -> None:
+def test_what_is_no_list_of_keys_is_refused_without_quoting_it(text: str, why: str) -> None:
     """Somebody may have put the keys themselves there."""
     with pytest.raises(BadKeys) as told:
         parse_keys(text)
@@ -105,7 +108,7 @@ def test_the_command_refuses_a_name_that_the_config_would() -> None:
     assert "pm-" not in result.stdout
 
 
-@pytest.mark.parametrize(("content", "code", "said"), [("[]", 0, "0 API keys"), ("[{name: a}]", 2, "0.tenant")])
+@pytest.mark.parametrize(("content", "code", "said"), [("[]", 0, "0 API keys"), ("[{name: a}]", 2, "[0].tenant")])
 def test_check_reads_the_key_file(tmp_path: Path, content: str, code: int, said: str) -> None:
     """Which stands beside the config."""
     (tmp_path / "keys.yaml").write_text(content)

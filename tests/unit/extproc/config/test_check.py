@@ -221,6 +221,79 @@ def test_a_file_that_may_come_later_is_worth_a_warning(tmp_path: Path) -> None:
     assert f"warning: pools[0].endpoints.file: {tmp_path / 'gone.yaml'}: cannot be read" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("- foo", ["[0]: 'foo' is not IP:port"]),
+        ("hello", ["expected a list of IP:port, or a mapping with one under `endpoints`"]),
+        ("- [a", ["not YAML or JSON: "]),
+        ("- 10.0.3.14\n- 10.0.3.15:80\n- host.example:8000", ["[0]: '10.0.3.14' is", "[2]: 'host.example:8000' is"]),
+        ("- {adress: '10.0.3.14:80'}", ["[0].address: required", "[0].adress: unknown key; did you mean 'address'?"]),
+        ("", ["the file is empty; write `[]` if there are no endpoints"]),
+        (b"\xff\xfe", ["is not text in UTF-8"]),
+    ],
+)
+def test_an_endpoints_file_is_read_as_a_running_system_does(
+    tmp_path: Path, content: str | bytes, told: list[str]
+) -> None:
+    """What that would only log is a fault here, each in a line."""
+    file = tmp_path / "list.yaml"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    result = check(tmp_path, "pools: [{name: p, models: [m], endpoints: {file: list.yaml}}]")
+    assert result.exit_code == 2
+    lines = [line for line in result.stderr.splitlines() if "c.yaml: " in line]
+    assert len(lines) == len(told)
+    for line, what in zip(lines, told, strict=True):
+        assert f"c.yaml: pools[0].endpoints.file: {file}: {what}" in line
+    assert "is valid" not in result.output
+    file.write_text("[]")
+    assert check(tmp_path, "pools: [{name: p, models: [m], endpoints: {file: list.yaml}}]").exit_code == 0
+
+
+def test_an_endpoints_file_that_is_a_folder_is_a_fault(tmp_path: Path) -> None:
+    """It will not become a file."""
+    (tmp_path / "list.yaml").mkdir()
+    result = check(tmp_path, "pools: [{name: p, models: [m], endpoints: {file: list.yaml}}]")
+    assert (result.exit_code, "list.yaml: is a folder" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("field", "content", "why"),
+    [
+        ("ca_file", "no", "holds no certificate in PEM"),
+        ("token_file", "", "holds no token"),
+        ("token_file", "a\nb", "holds no token"),
+        ("token_file", b"\xff", "is not text in UTF-8"),
+    ],
+)
+def test_a_clusters_credentials_are_looked_at(tmp_path: Path, field: str, content: str | bytes, why: str) -> None:
+    """As far as they are there: in a pod they come with it."""
+    (tmp_path / "f").write_bytes(content.encode() if isinstance(content, str) else content)
+    source = f"{{kubernetes: {{api_server: 'https://k', pods: {{selector: a=b, port: 1}}, {field}: f}}}}"
+    result = check(tmp_path, f"pools: [{{name: p, models: [m], endpoints: {source}}}]")
+    assert result.exit_code == 2
+    assert f"c.yaml: pools[0].endpoints.kubernetes.{field}: {tmp_path / 'f'}: {why}" in result.stderr
+
+
+def test_good_credentials_of_a_cluster_are_no_fault(tmp_path: Path) -> None:
+    """A token may end with a line feed."""
+    (tmp_path / "ca").write_bytes(self_signed()[1])
+    (tmp_path / "token").write_text("secret\n")
+    source = "{api_server: 'https://k', pods: {selector: a=b, port: 1}, ca_file: ca, token_file: token}"
+    result = check(tmp_path, f"pools: [{{name: p, models: [m], endpoints: {{kubernetes: {source}}}}}]")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_tokenizer_that_cannot_be_used_is_a_fault(tmp_path: Path) -> None:
+    """Once what it takes is there."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    precise = "prefix_index: {precise: {tokenizer: '.'}}"
+    result = check(tmp_path, f"pools: [{{name: p, models: [m], endpoints: {{static: []}}, {precise}}}]")
+    assert result.exit_code == 2
+    assert f"precise.tokenizer: {tmp_path / 'tokenizer.json'} cannot be used: " in result.stderr
+
+
 def test_a_tokenizer_that_is_not_there_is_worth_a_warning(tmp_path: Path) -> None:
     """Requests are served all the same, by the approximate index; what is there is not complained of."""
     (tmp_path / "tok").mkdir()

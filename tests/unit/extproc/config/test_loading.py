@@ -157,8 +157,9 @@ def test_a_config_cannot_be_changed_after_it_was_read() -> None:
             SMALL + "admin: {listen: 'localhost:9700'}",
             "f.yaml: admin.listen: 'localhost:9700' is not IP:port, for example 127.0.0.1:8001 or [::1]:8001",
         ),
-        ("", "f.yaml: expected a mapping with `pools:` at the top, found NoneType"),
-        ("[]", "f.yaml: expected a mapping with `pools:` at the top, found list"),
+        ("", "f.yaml: expected a mapping with `pools:` at the top, found nothing"),
+        ("3", "f.yaml: expected a mapping with `pools:` at the top, found a single value"),
+        ("[]", "f.yaml: expected a mapping with `pools:` at the top, found a list"),
         ("pools: [", "f.yaml: not YAML: while parsing a flow node"),
     ],
 )

@@ -42,16 +42,18 @@ def test_an_empty_list_is_a_list() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot be read"),
-        ("", "expected a list"),
+        ("", "the file is empty; write `\\[\\]` if there are no endpoints"),
+        ("# none yet", "the file is empty"),
+        ("endpoints:", "expected a list"),
         ("{", "not YAML or JSON"),
         ("[" * 100_000, "not YAML or JSON"),
         ("- " * 100_000, "not YAML or JSON"),
         ("10.0.0.1:80", "expected a list"),
         ("{hosts: [10.0.0.1:80]}", "expected a list"),
         ("{endpoints: 10.0.0.1:80}", "expected a list"),
-        ("[17]", "expected a list"),
-        ("[{host: 10.0.0.1:80}]", "address: Field required"),
+        ("[17]", "^\\[0\\]: should be IP:port, or a mapping with an `address`"),
+        ("- \n", "^\\[0\\]: should be IP:port"),
+        ("[{adress: 10.0.0.1:80}]", r"^\[0\].address: required, .*; \[0\].adress: unknown key; did you mean 'address'"),
         ("[{address: 'engine:80'}]", "is not IP:port"),
         ("[{address: 10.0.0.1:80, weight: 0}]", "weight: Input should be greater than 0"),
         ("[engine:80]", "is not IP:port"),
@@ -60,10 +62,19 @@ def test_an_empty_list_is_a_list() -> None:
         ("[10.0.0.1:80, 10.0.0.256:80]", "10.0.0.256:80' is not IP:port"),
     ],
 )
-def test_anything_else_is_refused_in_words(text: str | None, message: str) -> None:
+def test_anything_else_is_refused_in_words(text: str, message: str) -> None:
     """An empty or half-written file must not read as an empty fleet."""
     with pytest.raises(BadEndpoints, match=message):
         parse_endpoints(text)
+
+
+def test_every_fault_is_there_and_the_message_has_the_first_few() -> None:
+    """A file of a thousand wrong lines is no line of the log."""
+    with pytest.raises(BadEndpoints) as told:
+        parse_endpoints("\n".join(f"- engine-{number}" for number in range(7)))
+    assert [fault.split(":")[0] for fault in told.value.faults] == [f"[{number}]" for number in range(7)]
+    assert "engine-4" in str(told.value)
+    assert str(told.value).endswith("; and 2 more")
 
 
 def test_an_address_listed_twice_is_terminating_only_if_both_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import pytest
 import watchfiles
 
 from extproc.fleet.discovery import files
-from extproc.fleet.discovery.files import follow_file, follow_parsed
+from extproc.fleet.discovery.files import follow_file, follow_parsed, read_text, why_unreadable
 
 HANG_S = 60
 
@@ -134,6 +135,25 @@ async def test_bytes_that_are_no_text_are_told_as_none(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe")
     async with following(file) as follower:
         assert await follower.next() is None
+
+
+def test_why_there_is_no_text_is_told_in_words(tmp_path: Path) -> None:
+    """Of whatever stands there instead of a file."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (
+        ("gone", "there is no such file"),
+        ("folder", "is a folder"),
+        ("binary", "is not text in UTF-8"),
+        ("loop", "there is no such file"),
+        ("pipe", "cannot be read"),
+        ("x" * 300, "cannot be read: File name too long"),
+        ("\0", "there is no such file"),
+    ):
+        assert read_text(tmp_path / name) is None
+        assert why_unreadable(tmp_path / name) == why
 
 
 async def test_a_listener_that_fails_misses_one_change_only(tmp_path: Path) -> None:

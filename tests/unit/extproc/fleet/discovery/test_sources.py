@@ -118,6 +118,16 @@ async def test_a_bad_file_keeps_the_last_good_list(house: House, pools: Pools, t
     assert house.states == [(1, False), (1, True), (1, False)]
 
 
+async def test_a_file_that_is_not_there_is_told_as_that(house: House, pools: Pools, tmp_path: Path) -> None:
+    """Not as one that holds no list."""
+    with capture_logs() as logs:
+        house.discovery.configure(pools(p="gone.yaml"))
+        assert await house.read() == ("p", False)
+    assert [entry["error"] for entry in logs if "endpoints not read" in entry["event"]] == [
+        f"{tmp_path / 'gone.yaml'}: there is no such file"
+    ]
+
+
 async def test_an_unchanged_source_is_left_alone_by_a_reload(house: House, pools: Pools, tmp_path: Path) -> None:
     """Its task goes on; the new pool gets its own."""
     for name in ("a", "b"):
