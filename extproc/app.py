@@ -152,7 +152,7 @@ class App:
         self.fleet.on_suspicion = self._senses.probe_now
         self._access_log = AccessLog(self.flights, self.metrics, self._outcomes.stray)
         self._lane = self._make_lane(config.listen.lane_folder or lane)
-        self._discovery = Discovery(self._discovered, self.metrics)
+        self._discovery = Discovery(self._discovered, self.metrics, self.fleet.could_not_read)
         self._admin = AdminServer(self, admin=config.admin.listen, metrics=config.observe.metrics)
         self._loop_lag = LoopLag()
         self._memory = SpareMemory(time.monotonic)
@@ -325,7 +325,8 @@ class App:
         """Discovery has reported for every pool and we are not stopping."""
         if self.pipeline.draining:
             return False, "stopping"
-        return (True, "") if self.fleet.synced else (False, "discovery has not reported for every pool")
+        waiting = [pool.name for pool in self.generation.config.pools if not self.fleet.synced(pool.name)]
+        return (False, f"discovery has not reported for: {', '.join(waiting)}") if waiting else (True, "")
 
     def describe_fleet(self) -> list[dict[str, Any]]:
         """Every endpoint."""

@@ -315,7 +315,7 @@ class Launcher:
                 await self._stopping.wait()
 
     async def _announce(self) -> None:
-        """Say so when requests can be served: our own Envoy is live once it knows its clusters.
+        """Say so when clients can connect: our own Envoy is live once it knows its clusters, be they empty.
 
         Asking the port instead would not do: another process may hold it.
         """
@@ -325,7 +325,7 @@ class Launcher:
             while not await _answers(admin, "http://envoy/ready"):  # noqa: ASYNC110 - another process's state: no event
                 await asyncio.sleep(_LOOK_EVERY_S)
         listen = self._config.listen
-        log.info("ready", url=f"{'https' if listen.http_tls else 'http'}://{listen.http}/v1")
+        log.info("listening", url=f"{'https' if listen.http_tls else 'http'}://{listen.http}/v1")
 
     async def _stop(self, keepers: list[asyncio.Task[None]], others: list[asyncio.Task[Any]]) -> None:
         self._stopping.set()

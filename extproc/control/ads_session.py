@@ -24,17 +24,21 @@ Resources: TypeAlias = dict[str, bytes | Addresses]
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What every Envoy should know. Never changed once published."""
+    """What every Envoy should know. Never changed once published.
+
+    `unread`: clusters without addresses because discovery has tried to read them and could not.
+    """
 
     version: str
     clusters: Mapping[str, bytes]
     assignments: Mapping[str, Addresses]
+    unread: Set[str] = frozenset()
 
     def addresses(self, cluster: str) -> Addresses | None:
         """The addresses of a cluster; None while discovery has not reported them.
 
-        Then nothing is said: a new Envoy waits a little for the cluster (initial_fetch_timeout), and one that was
-        there before we restarted keeps the addresses it has.
+        Then nothing is said to an Envoy that may hold some, since it was there before we restarted: it keeps them. A
+        new one waits a little for the cluster (initial_fetch_timeout), but is not kept waiting for one of `unread`.
         """
         return self.assignments.get(cluster)
 
@@ -93,6 +97,8 @@ class AdsSession:
         self._returns = False
         self._came_with: frozenset[str] = frozenset()
         """The clusters it asked addresses for at first."""
+        self._came_empty = False
+        """It held no address of any cluster when it asked first."""
         self._trusted: frozenset[str] | None = None
         """The clusters it is believed to have before it acknowledges their addresses; None: whatever it is asked."""
         self._nonces = 0
@@ -111,6 +117,7 @@ class AdsSession:
         elif request.type_url == EDS:
             if self._addresses is None:
                 self._addresses, self._came_with = _Subscription(request.names), request.names
+                self._came_empty = not request.version
             self._addresses_asked(self._addresses, request)
         return self._due()
 
@@ -219,12 +226,20 @@ class AdsSession:
         held = subscription.held or {}
         news: Resources = {}
         for name in subscription.names:
-            addresses = snapshot.addresses(name)
+            addresses = self._sayable(snapshot, name, held)
             unheard = addresses not in (held.get(name), subscription.refused.get(name))
             if addresses is not None and (unheard or name in subscription.owed):
                 news[name] = addresses
         subscription.owed -= news.keys()
         return self._send(EDS, subscription, news) if news else None
+
+    def _sayable(self, snapshot: Snapshot, name: str, held: Resources) -> Addresses | None:
+        """A cluster's addresses, or none of them where there is no telling yet and this Envoy has none to lose."""
+        addresses = snapshot.addresses(name)
+        new = self._clusters is not None and not self._returns and self._came_empty
+        if addresses is None and name in snapshot.unread and new and not held.get(name):
+            return frozenset()
+        return addresses
 
     def _send(self, type_url: str, subscription: _Subscription, resources: Resources) -> Response:
         self._nonces += 1

@@ -38,7 +38,7 @@ class Publisher:
         self._xds = XdsServer(_Counted(events), on_change=self._acknowledged)
         self._clusters: dict[str, bytes] = {}
         self._configured: frozenset[str] = frozenset()
-        self._published: tuple[Mapping[str, bytes], Mapping[str, frozenset[str]]] | None = None
+        self._published: tuple[Mapping[str, bytes], Mapping[str, frozenset[str]], frozenset[str]] | None = None
         self._version = 0
         fleet.on_assignments = self._publish
 
@@ -59,7 +59,7 @@ class Publisher:
         self._clusters = {
             name: cluster for name, cluster in self._clusters.items() if name in self._configured or name in assignments
         }
-        wanted = (self._clusters, assignments)
+        wanted = (self._clusters, assignments, self._fleet.unread_clusters())
         nothing_ever = self._published is None and not self._clusters
         if wanted == self._published or nothing_ever:
             self._acknowledged()

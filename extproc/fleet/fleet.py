@@ -136,6 +136,7 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._pools: dict[str, Pool] = {}
         self._synced: set[str] = set()
+        self._unread: set[str] = set()
         self._leaving_clusters: dict[str, tuple[float, frozenset[str]]] = {}
         self._thresholds = Thresholds()
         self._no_progress_s = math.inf
@@ -204,6 +205,7 @@ class Fleet:
         self._zone_sizes = None
         del self.placements[name], self._pools[name]
         self._synced.discard(name)
+        self._unread.discard(name)
         log.info("pool removed", pool=name)
 
     def _let_clusters_leave(self, published: Mapping[str, frozenset[str]]) -> None:
@@ -339,10 +341,15 @@ class Fleet:
             m.slot for m in self._members.values() if pool in m.pools and (pool in m.known_in or not m.known_in)
         )
 
-    @property
-    def synced(self) -> bool:
-        """Every pool's discovery has reported once."""
-        return bool(self._pools) and self._synced >= set(self._pools)
+    def could_not_read(self, pool: str) -> None:
+        """Discovery has tried to read the pool's source and could not. Of no effect once it has reported."""
+        if pool in self._pools and pool not in self._synced and pool not in self._unread:
+            self._unread.add(pool)
+            self.on_assignments()
+
+    def synced(self, pool: str) -> bool:
+        """The pool's discovery has reported once."""
+        return pool in self._synced
 
     # -- what Envoy knows
 
@@ -359,6 +366,12 @@ class Fleet:
             for name, pool in self._pools.items()
             if pool.cluster is None and name in self._synced
         }
+
+    def unread_clusters(self) -> frozenset[str]:
+        """Clusters of ours that are left out of `assignments` because their sources could not be read."""
+        return frozenset(
+            self._pools[name].cluster_name for name in self._unread - self._synced if self._pools[name].cluster is None
+        )
 
     def acknowledged(self, by_cluster: Mapping[str, frozenset[str]]) -> None:
         """The addresses that every connected Envoy has acknowledged, per cluster of ours.

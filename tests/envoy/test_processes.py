@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -108,6 +109,61 @@ def test_a_broken_config_file_and_a_crash_are_no_outage(trio: list[Engine], make
     system.config["pools"] = [{**pool, "aliases": {"mended": "sim"}}]
     system.write_config()
     eventually(lambda: _answers(system, model="mended"), "the mended file is followed")
+
+
+def _of_envoy(system: System, stat: str) -> int:
+    """A figure of Envoy's own."""
+    command = Path(f"/proc/{system.child('envoy.yaml')}/cmdline").read_text().split("\0")
+    [settings] = [Path(word) for word in command if word.endswith("envoy.yaml")]
+    transport = httpx.HTTPTransport(uds=str(settings.with_name("envoy-admin.sock")))
+    with httpx.Client(transport=transport, base_url="http://envoy", timeout=HANG_GUARD_S) as admin:
+        return int(admin.get("/stats", params={"filter": f"^{re.escape(stat)}$"}).text.rpartition(" ")[2])
+
+
+def test_an_endpoints_file_that_is_not_there_keeps_no_other_pool_waiting(
+    trio: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """A new Envoy is told that the cluster is empty, instead of waiting for it; once the file comes it serves."""
+    late = {"name": "late", "models": ["late"], "aliases": {}, "endpoints": {"file": "late.json"}}
+    system = make_system(pools=[pool_of(trio[:1]), late])
+    system.wait_pickable(trio[0].address)
+    assert _answers(system)
+    assert _of_envoy(system, "cluster.pool_late.init_fetch_timeout") == 0
+    assert _of_envoy(system, "cluster.pool_late.update_success") == 1
+    ready = httpx.get(f"{system.admin_url}/readyz")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "discovery has not reported for: late")
+    assert "late.json: there is no such file" in system.log.read_text()
+    aside = system.config_path.with_name("late.new")
+    aside.write_text(json.dumps([trio[1].address]))
+    aside.rename(system.config_path.with_name("late.json"))
+    eventually(lambda: httpx.get(f"{system.admin_url}/readyz").status_code == 200, "it is ready")
+    eventually(lambda: system.fleet()[trio[1].address]["routable"], "Envoy has its address")
+    assert _of_envoy(system, "cluster.pool_late.membership_total") == 1
+
+
+def test_a_crash_while_an_endpoints_file_is_gone_empties_no_cluster(
+    trio: list[Engine], make_system: Callable[..., System]
+) -> None:
+    """The decision process that comes back knows no address of the pool; Envoy has them still, and keeps them."""
+    system = make_system(pools=[pool_of(trio[:1])])
+    file = system.config_path.with_name("list.json")
+    file.write_text(json.dumps([engine.address for engine in trio[1:]]))
+    late = {"name": "late", "models": ["late"], "endpoints": {"file": file.name}}
+    system.config["pools"].append(late)
+    system.write_config()
+    eventually(lambda: trio[1].address in system.fleet(), "the file is read")
+    system.wait_pickable(trio[0].address)
+    eventually(lambda: system.fleet()[trio[1].address]["routable"], "Envoy has its addresses")
+    file.unlink()
+    old = system.child(" serve ")
+    system.kill_decision_process()
+    eventually(lambda: not _alive(old), "it is dead")
+    eventually(lambda: _answers(system), "another one decides")
+    eventually(lambda: system.total("pointsman_discoveries_total", 'result="failed"') > 0, "it has looked for the file")
+    acked = ("pointsman_xds_messages_total", 'event="acked"', 'type="eds"')
+    eventually(lambda: system.total(*acked) > 0, "Envoy has heard of the other pool")
+    assert "late" in httpx.get(f"{system.admin_url}/readyz").json()["reason"]
+    assert _of_envoy(system, "cluster.pool_late.membership_total") == 2
 
 
 def test_a_change_of_addresses_and_a_crash_are_no_outage(
@@ -289,6 +345,7 @@ def test_grpc_health_and_readyz_agree(alone: System) -> None:
     """Alive, but not ready, until discovery has reported for every pool."""
     ready = f"{alone.admin_url}/readyz"
     assert httpx.get(ready).status_code == 503
+    assert "not reported for: " in httpx.get(ready).json()["reason"]
     assert _serving(alone) == {**dict.fromkeys(NAMES, False), "liveness": True}
     aside = alone.config_path.with_name("endpoints.new")
     aside.write_text("[]")
@@ -337,7 +394,7 @@ def test_a_front_port_that_another_envoy_holds_ends_the_launcher(
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_GUARD_S)
     assert done.returncode == 2
     assert "listen.http" in done.stderr
-    assert '"event": "ready"' not in done.stderr
+    assert '"event": "listening"' not in done.stderr
 
 
 def test_files_in_the_working_directory_are_not_imported(

@@ -31,10 +31,18 @@ class DiscoveryEvents(Protocol):
 class Sink:
     """Where one pool's source tells what it lists, or why it cannot."""
 
-    def __init__(self, pool: str, report: Callable[[str, list[Discovered]], None], events: DiscoveryEvents) -> None:
+    def __init__(
+        self,
+        pool: str,
+        report: Callable[[str, list[Discovered]], None],
+        events: DiscoveryEvents,
+        could_not_read: Callable[[str], None] = lambda _pool: None,
+    ) -> None:
+        """`could_not_read` hears of failures as long as there is nothing to report."""
         self.pool = pool
         self._report = report
         self._events = events
+        self._could_not_read = could_not_read
         self._last: dict[str, Discovered] | None = None
         self._skipped = 0
 
@@ -57,6 +65,8 @@ class Sink:
         self._events.discovered(self.pool, ok=False)
         self._events.discovery_failed(self.pool, reason)
         self._note(len(self._last or ()), self._skipped, stale=True)
+        if self._last is None:
+            self._could_not_read(self.pool)
 
     def _note(self, endpoints: int, skipped: int, *, stale: bool) -> None:
         if skipped and skipped != self._skipped:

@@ -18,11 +18,20 @@ from extproc.fleet.discovery.sink import DiscoveryEvents, Sink
 
 
 class Discovery:
-    """Follows every pool's source and reports each list to `report(pool, endpoints)`."""
+    """Follows every pool's source and reports each list to `report(pool, endpoints)`.
 
-    def __init__(self, report: Callable[[str, list[Discovered]], None], events: DiscoveryEvents) -> None:
+    `could_not_read` hears of a pool whose source fails before it has ever listed anything.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[str, list[Discovered]], None],
+        events: DiscoveryEvents,
+        could_not_read: Callable[[str], None] = lambda _pool: None,
+    ) -> None:
         self._report = report
         self._events = events
+        self._could_not_read = could_not_read
         self._tasks: dict[str, tuple[Pool, asyncio.Task[None]]] = {}
 
     def configure(self, pools: tuple[Pool, ...]) -> None:
@@ -39,7 +48,7 @@ class Discovery:
                 self._tasks[name] = (pool, asyncio.create_task(self._follow(pool), name=f"discovery {name}"))
 
     def _sink(self, pool: str) -> Sink:
-        return Sink(pool, self._report, self._events)
+        return Sink(pool, self._report, self._events, self._could_not_read)
 
     async def close(self) -> None:
         """Stop following."""

@@ -103,3 +103,16 @@ async def test_a_large_fleet_is_scraped_more_slowly(house: House) -> None:
     house.apply(config("scrape: {interval_ms: 700, stale_after_intervals: 2}"))
     house.discover(*many[:500])
     assert (house.app._senses._watch.pace.scrape_interval_ms, house.app.fleet.state.stale_after_s) == (700, 1.4)
+
+
+async def test_who_is_not_ready_says_what_it_waits_for(house: House) -> None:
+    """The pools by name; before anything is found, all of them."""
+    pools = "{name: p, models: [m], endpoints: {static: []}}, {name: q, models: [n], endpoints: {file: /gone/q.yaml}}"
+    wanted = parse(f"pools: [{pools}]")
+    assert App(wanted).ready() == (False, "discovery has not reported for: p, q")
+    assert house.app.ready() == (True, "")
+    house.apply(wanted)
+    assert house.app.ready() == (False, "discovery has not reported for: q")
+    house.app._discovered("q", [])
+    assert house.app.ready() == (True, "")
+    await house.app._discovery.close()

@@ -472,7 +472,7 @@ async def test_a_failed_start_stops_the_other_child(house: House, launcher: Laun
 
 
 @pytest.mark.parametrize(("front", "scheme"), [("", "http"), (", http_tls: {certificate: c, key: k}", "https")])
-async def test_it_says_when_requests_can_be_served(
+async def test_it_says_when_clients_can_connect(
     launcher: Launcher, fake_envoy: FakeEnvoy, front: str, scheme: str
 ) -> None:
     """With the address to use, and when our own Envoy is live: another's may listen on the port."""
@@ -481,7 +481,7 @@ async def test_it_says_when_requests_can_be_served(
     launcher._config = parse(text)
     with capture_logs() as logs:
         await asyncio.wait_for(launcher._announce(), HANG_S)
-    assert [entry["url"] for entry in logs if entry["event"] == "ready"] == [f"{scheme}://127.0.0.1:8080/v1"]
+    assert [entry["url"] for entry in logs if entry["event"] == "listening"] == [f"{scheme}://127.0.0.1:8080/v1"]
     assert fake_envoy.asked == ["GET /ready"] * 3
 
 

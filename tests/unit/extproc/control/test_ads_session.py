@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -320,6 +321,64 @@ def test_nothing_is_said_of_a_cluster_whose_discovery_has_not_reported() -> None
     assert session.receive(Request(EDS, frozenset({"chat"}))) == []
     [response] = session.offer(Snapshot("2", {"chat": b"chat"}, {"chat": frozenset()}))
     assert response.resources == {"chat": frozenset()}
+
+
+UNREAD = Snapshot("1", {"chat": b"chat", "code": b"code"}, {"chat": frozenset({A})}, frozenset({"code"}))
+
+
+def test_a_new_envoy_is_not_kept_waiting_for_a_cluster_that_cannot_be_read() -> None:
+    """It would keep every other from serving; the addresses are sent once there are any, and count as acknowledged."""
+    session = AdsSession()
+    session.offer(Snapshot("0", UNREAD.clusters, UNREAD.assignments))
+    envoy = Envoy(session)
+    envoy.connect()
+    envoy.ack()
+    envoy.ask_for("chat", "code", nonce="")
+    assert envoy.ack().resources == {"chat": {A}}
+    envoy.take(session.offer(UNREAD))
+    assert envoy.ack().resources == {"code": frozenset()}
+    assert envoy.inbox == []
+    envoy.take(session.offer(snapshot(2, chat={A}, code={B})))
+    assert session.vouched("code") == frozenset()
+    while envoy.inbox:
+        envoy.ack()
+    assert envoy.known == {"chat": {A}, "code": {B}}
+    assert session.vouched("code") == {B}
+
+
+@pytest.mark.parametrize(("clusters", "addresses"), [("7", "7"), ("7", ""), ("", "7"), (None, "7"), (None, "")])
+def test_an_envoy_that_may_hold_addresses_is_never_told_that_there_are_none(
+    clusters: str | None, addresses: str
+) -> None:
+    """We were started again, and now the file cannot be read: what it has from before it keeps.
+
+    Nor is one whose clusters are another's: as one of them changes it asks anew, with nothing to show for the old.
+    """
+    session = AdsSession()
+    session.offer(UNREAD)
+    if clusters is not None:
+        session.receive(Request(CDS, version=clusters))
+    [response] = session.receive(Request(EDS, frozenset({"chat", "code"}), version=addresses))
+    assert response.resources == {"chat": {A}}
+    assert session.receive(Request(EDS, frozenset({"chat", "code"}), response.nonce, version="1")) == []
+
+
+def test_what_an_envoy_was_sent_it_keeps_when_the_source_is_lost() -> None:
+    """A pool that left and came back, with a file that is gone by then: its addresses stay."""
+    envoy = connected(snapshot(0, chat={A}, code={B}), "chat", "code")
+    assert envoy.known["code"] == {B}
+    envoy.take(envoy.session.offer(UNREAD))
+    assert envoy.inbox == []
+    assert envoy.session.vouched("code") == {B}
+
+
+def test_a_cluster_that_cannot_be_read_and_changes_is_not_waited_for_either() -> None:
+    """It warms anew, and asks for its addresses again."""
+    envoy = connected(UNREAD, "chat", "code")
+    changed = Snapshot("2", {"chat": b"chat", "code": b"other"}, UNREAD.assignments, UNREAD.unread)
+    envoy.take(envoy.session.offer(changed))
+    assert [sorted(envoy.ack().resources) for _ in range(2)] == [["chat", "code"], ["code"]]
+    assert envoy.inbox == []
 
 
 def test_an_unknown_cluster_is_not_answered() -> None:

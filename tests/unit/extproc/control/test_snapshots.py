@@ -83,6 +83,19 @@ def test_a_renamed_pools_old_cluster_stays_beside_the_new(house: House) -> None:
     assert house.told() == {"pool_n": {B}, "pool_o": {A}}
 
 
+def test_a_pool_that_cannot_be_read_is_published_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no addresses, not with an empty list of them, until it has some."""
+    house = House(monkeypatch)
+    house.configure("name: m", "name: n")
+    house.fleet.set_endpoints("m", [A])
+    house.fleet.could_not_read("n")
+    assert house.told() == {"pool_m": {A}, "pool_n": None}
+    assert house.snapshots[-1].unread == {"pool_n"}
+    house.fleet.set_endpoints("n", [B])
+    assert house.told() == {"pool_m": {A}, "pool_n": {B}}
+    assert house.snapshots[-1].unread == frozenset()
+
+
 def test_the_last_cluster_of_ours_leaves_too(house: House) -> None:
     """When every pool has moved to clusters of the platform's, Envoy is told that we have none."""
     house.configure("name: m, cluster: theirs-m", "name: n, cluster: theirs-n")

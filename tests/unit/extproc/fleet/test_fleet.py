@@ -189,13 +189,12 @@ def test_the_window_is_the_engines() -> None:
 def test_no_pool_is_published_before_its_discovery_reported() -> None:
     """Or our restart would empty an Envoy's cluster."""
     house = House(config("m", "n"))
-    assert not house.fleet.synced
     assert house.fleet.assignments() == {}
     house.fleet.set_endpoints("m", [A])
     assert house.fleet.assignments() == {"pool_m": frozenset({A})}
-    assert not house.fleet.synced
+    assert [house.fleet.synced(pool) for pool in "mn"] == [True, False]
     house.fleet.set_endpoints("n", [])
-    assert house.fleet.synced
+    assert house.fleet.synced("n")
     assert house.fleet.assignments() == {"pool_m": frozenset({A}), "pool_n": frozenset()}
 
 
@@ -621,7 +620,7 @@ def test_a_removed_pool_goes_with_its_endpoints() -> None:
     house.fleet.tick()
     assert house.publications[-1] == {"pool_n": frozenset({B})}
     assert house.state.slot_of(A) is None
-    assert house.fleet.synced
+    assert house.fleet.synced("n")
 
 
 def test_a_pool_that_moves_to_anothers_cluster_leaves_ours_after_the_grace() -> None:
@@ -652,6 +651,33 @@ def test_a_pool_removed_by_one_reload_stays_for_its_grace_through_the_next() -> 
     assert "pool_m" not in house.publications[-1]
 
 
+def test_a_pool_whose_source_cannot_be_read_is_told_apart_and_not_published() -> None:
+    """At once, and until its source lists something; after that a failure says nothing of it."""
+    house = House(config("m", "n"))
+    house.fleet.set_endpoints("m", [A])
+    published = len(house.publications)
+    house.fleet.could_not_read("n")
+    house.fleet.could_not_read("n")
+    house.fleet.could_not_read("m")
+    assert len(house.publications) == published + 1
+    assert house.fleet.unread_clusters() == {"pool_n"}
+    assert house.publications[-1] == {"pool_m": frozenset({A})}
+    house.fleet.set_endpoints("n", [B])
+    assert house.fleet.unread_clusters() == frozenset()
+    house.fleet.could_not_read("n")
+    assert house.fleet.unread_clusters() == frozenset()
+
+
+def test_a_pool_that_is_gone_or_not_ours_is_no_unread_cluster() -> None:
+    """Neither has one that anybody waits for."""
+    house = House(config("m", "n", n="cluster: theirs"))
+    for pool in ("m", "n", "nobody"):
+        house.fleet.could_not_read(pool)
+    assert house.fleet.unread_clusters() == {"pool_m"}
+    house.fleet.configure(config("n", n="cluster: theirs"))
+    assert house.fleet.unread_clusters() == frozenset()
+
+
 def test_a_pool_that_returns_must_be_discovered_anew() -> None:
     """Not synced, and not published as empty, until its source has reported."""
     house = House(config("m", "n"))
@@ -659,7 +685,7 @@ def test_a_pool_that_returns_must_be_discovered_anew() -> None:
     house.bring_up("n", B)
     house.fleet.configure(config("n"))
     house.fleet.configure(config("m", "n"))
-    assert not house.fleet.synced
+    assert not house.fleet.synced("m")
     assert house.publications[-1] == {"pool_n": frozenset({B})}
     house.bring_up("m", A)
     assert house.pick("m") == {A}

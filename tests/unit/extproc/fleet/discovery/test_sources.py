@@ -33,7 +33,8 @@ class House:
         self.reads: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         self.failures: list[tuple[str, str]] = []
         self.states: list[tuple[int, bool]] = []
-        self.discovery = Discovery(self._report, self)
+        self.could_not_read: list[str] = []
+        self.discovery = Discovery(self._report, self, self.could_not_read.append)
 
     def _report(self, pool: str, endpoints: list[Discovered]) -> None:
         self.reports.put_nowait((pool, [endpoint.address for endpoint in endpoints]))
@@ -115,6 +116,7 @@ async def test_a_bad_file_keeps_the_last_good_list(house: House, pools: Pools, t
     assert [await house.report() for _ in range(2)] == [("p", ["10.0.0.1:80"]), ("p", ["10.0.0.2:80"])]
     assert house.reports.empty()
     assert house.failures == [("p", "bad_file")]
+    assert house.could_not_read == []
     assert house.states == [(1, False), (1, True), (1, False)]
 
 
@@ -126,6 +128,7 @@ async def test_a_file_that_is_not_there_is_told_as_that(house: House, pools: Poo
     assert [entry["error"] for entry in logs if "endpoints not read" in entry["event"]] == [
         f"{tmp_path / 'gone.yaml'}: there is no such file"
     ]
+    assert house.could_not_read == ["p"]
 
 
 async def test_an_unchanged_source_is_left_alone_by_a_reload(house: House, pools: Pools, tmp_path: Path) -> None:
