@@ -20,6 +20,7 @@ from typing import Annotated, NoReturn
 import structlog
 import typer
 import yaml
+from pydantic import ValidationError
 
 from extproc import __version__, is_compiled
 from extproc.config.files import file_faults, file_warnings
@@ -36,6 +37,7 @@ log = structlog.get_logger(__name__)
 cli = typer.Typer(
     help="Routes LLM requests over vLLM fleets, as an Envoy external processor.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -197,12 +199,14 @@ def key(
     """Make an API key: prints it, once, and the line that lets it in."""
     from extproc.access.keys import digest_of, make_key, name_for
     from extproc.config.sections.callers import ApiKey
+    from extproc.config.wording import in_words, keys_of
 
     made = make_key()
     try:
         entry = ApiKey(name=name or name_for(tenant), tenant=tenant, sha256=digest_of(made))
-    except ValueError as error:
-        _fail(f"no name for a tenant or a key: {error}")
+    except ValidationError as error:
+        faults = "; ".join(f"{place}: {what}" for place, what in in_words(error, keys_of(ApiKey)))
+        _fail(f"no name for a tenant or a key: {faults}")
     typer.echo(f"key, for the client, shown only now:\n  {made}\n")
     typer.echo("line, for `access.api_keys` or the file of `access.api_keys_file`:")
     typer.echo(f"  - {json.dumps(entry.model_dump())}")
@@ -213,14 +217,12 @@ def profiles(
     admin: Annotated[str, typer.Option(help="address of a running system's admin API")] = "127.0.0.1:9700",
 ) -> None:
     """Print what a running system has learned of its hardware, as `hardware` sections to put into a config."""
-    from urllib.error import URLError
-    from urllib.request import urlopen
+    from extproc.admin.client import NoAnswer, ask
 
     try:
-        with urlopen(f"http://{admin}/v1/profiles", timeout=10) as answer:
-            learned = json.load(answer)["profiles"]
-    except (URLError, OSError, ValueError) as error:
-        _fail(f"no answer from {admin}: {error}")
+        learned = ask(admin, "/v1/profiles", "profiles")
+    except NoAnswer as error:
+        _fail(str(error))
     pools = [{"name": name, "hardware": profile} for name, profile in learned.items()]
     typer.echo(yaml.safe_dump({"pools": pools}, sort_keys=False), nl=False)
 
@@ -248,6 +250,8 @@ def sim(
     from vllm_adapters.simulator.server import serve as serve_engines
 
     host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal():
+        _fail(f"--listen: {listen!r} is not IP:port, for example 127.0.0.1:8001")
     try:
         options = SimOptions(
             host=host.strip("[]"),

@@ -7,6 +7,8 @@ isolation. Such a policy runs within the decision loop and is trusted as Pointsm
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from extproc.config.policy_kinds import CustomPolicy
+from extproc.config.wording import in_words
 from policies.placement.policy import PolicySpec
 
 GROUP = "pointsman.policies"
@@ -25,7 +28,7 @@ def spec_of(custom: CustomPolicy) -> PolicySpec:
     try:
         spec = _adapter(make).validate_python(custom.parameters) if isinstance(make, type) else make(custom.parameters)
     except ValidationError as error:
-        faults = "; ".join(f"{_place(fault['loc'])}: {fault['msg']}" for fault in error.errors())
+        faults = "; ".join(_faults(make, error))
         raise ValueError(f"policy {custom.name!r}: {faults}") from error
     except Exception as error:
         raise ValueError(f"policy {custom.name!r} refuses its parameters: {error!r}") from error
@@ -57,5 +60,10 @@ def _adapter(spec: type[PolicySpec]) -> TypeAdapter[PolicySpec]:
     return TypeAdapter(spec)
 
 
-def _place(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, ("parameters", *location)))
+def _faults(make: Any, error: ValidationError) -> Iterator[str]:  # noqa: ANN401 - as above
+    # a function may use a model of its own, of which we know nothing
+    names = [field.name for field in fields(make) if field.init] if isinstance(make, type) else []
+    see = f"there are: {', '.join(names)}" if names else ""
+    for place, what in in_words(error, lambda _place: names, see=see):
+        separator = "." if place and not place.startswith("[") else ""
+        yield f"parameters{separator}{place}: {what}"

@@ -118,8 +118,10 @@ def _run(options: Options) -> None:
     console.print(options.command, markup=False, soft_wrap=True)
     try:
         run(options, console)
-    except (BadScore, BadTrace, DidNotComeUp, Failed, NoEnvoy, NoSuchPolicy, Stuck, Unusable, OSError) as error:
+    except (BadScore, BadTrace, DidNotComeUp, Failed, NoEnvoy, NoSuchPolicy, Stuck, Unusable) as error:
         _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
 
 
 def _fleet(

@@ -137,7 +137,9 @@ def _from_file(path: Path) -> PolicySpec:
         build(spec, path.stem)
     except ValidationError as error:
         raise NoSuchPolicy(f"{path}: {'; '.join(explain(error))}") from error
-    except (OSError, BadYaml, ValueError) as error:
+    except OSError as error:
+        raise NoSuchPolicy(f"{path}: {error.strerror or error}") from error
+    except (BadYaml, ValueError) as error:
         raise NoSuchPolicy(f"{path}: {' '.join(str(error).split())}") from error
     return spec
 

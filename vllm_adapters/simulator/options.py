@@ -8,6 +8,8 @@ from vllm_adapters.simulator.engine import BLOCK_SIZE_TOKENS, MAX_BATCHED_TOKENS
 from vllm_adapters.simulator.exposition import DIALECTS
 from vllm_adapters.simulator.hardware import H100_8B, HARDWARE, Hardware
 
+_LAST_PORT = 65_535
+
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
@@ -43,6 +45,8 @@ class SimOptions:
             raise ValueError(f"metrics must be those of {', '.join(DIALECTS)}, not {self.metrics!r}")
         if not self.models or self.count < 1 or self.block_size < 1 or self.max_num_seqs < 1 or self.record < 0:
             raise ValueError("models, count, block_size and max_num_seqs must be at least 1, record at least 0")
+        if not 0 <= self.port <= _LAST_PORT + 1 - self.count:
+            raise ValueError(f"there is no port {self.port + self.count - 1}: the last one is {_LAST_PORT}")
         if not self.speed > 0:
             raise ValueError(f"speed must be more than 0, not {self.speed}")
         if self.max_model_len > self.capacity_tokens:

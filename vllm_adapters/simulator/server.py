@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -150,7 +153,10 @@ class SimulatedServer:
         if self._runner is None:
             raise RuntimeError("the server was not started")
         self._site = web.TCPSite(self._runner, self.options.host, self.port)
-        await self._site.start()
+        try:
+            await self._site.start()
+        except OSError as error:
+            raise OSError(f"cannot listen on {self.options.host}:{self.port}: {_why_not_bound(error)}") from error
         self.port = self._site.port
 
     def _connections(self) -> list[Any]:
@@ -508,6 +514,14 @@ async def serve(options: SimOptions, listening: Callable[[str], None] | None = N
         await asyncio.Event().wait()
     finally:
         await asyncio.gather(*(server.stop() for server in servers))
+
+
+def _why_not_bound(error: OSError) -> str:
+    """In words; asyncio's are its own and have the error's number."""
+    if error.errno == errno.EADDRINUSE:
+        return "the address is already in use; does another simulator run?"
+    found = isinstance(error, socket.gaierror) or not error.errno
+    return str(error.strerror or error) if found else os.strerror(error.errno or 0)
 
 
 def _where(options: SimOptions, ports: Sequence[int]) -> str:

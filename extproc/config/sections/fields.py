@@ -53,7 +53,10 @@ def check_address(value: str) -> str:
 def check_reachable(value: str) -> str:
     """`value` if it is `name:port`, or `IP:port` of one machine. Raises ValueError saying so."""
     if is_name(value):
-        check_address(f"127.0.0.1:{value.rpartition(':')[2]}")
+        try:
+            check_address(f"127.0.0.1:{value.rpartition(':')[2]}")
+        except ValueError:
+            raise ValueError(f"{value!r} is not name:port, with a port of 1-{LAST_PORT}") from None
         return value
     address = check_address(value)
     if is_wildcard(address):

@@ -51,6 +51,21 @@ def test_up_starts_nothing_then(tmp_path: Path, taken: str) -> None:
     assert result.stderr.startswith("listen.http: ")
 
 
+@pytest.mark.parametrize(
+    ("listen", "why"),
+    [
+        ("TAKEN", "cannot listen on TAKEN: the address is already in use; does another simulator run?"),
+        ("192.0.2.1:80", "cannot listen on 192.0.2.1:80: Cannot assign requested address"),
+        ("here", "--listen: 'here' is not IP:port, for example 127.0.0.1:8001"),
+        ("127.0.0.1:99999", "there is no port 99999: the last one is 65535"),
+    ],
+)
+def test_the_simulator_says_why_it_cannot_listen(taken: str, listen: str, why: str) -> None:
+    """In a line, as the others do."""
+    result = CliRunner().invoke(cli, ["sim", "--listen", listen.replace("TAKEN", taken)])
+    assert (result.exit_code, result.stderr) == (2, f"{why.replace('TAKEN', taken)}\n")
+
+
 @pytest.mark.parametrize("field", ["grpc", "grpc_tls", "health"])
 async def test_our_own_addresses_are_named_by_their_fields(taken: str, field: str) -> None:
     """Whoever starts two sees which of the addresses to change."""

@@ -106,6 +106,8 @@ def test_the_command_refuses_a_name_that_the_config_would() -> None:
     result = CliRunner().invoke(cli, ["key", "--tenant", "acme", "--name", "a b"])
     assert result.exit_code == 2
     assert "pm-" not in result.stdout
+    [line] = result.stderr.splitlines()
+    assert line.startswith("no name for a tenant or a key: name: ")
 
 
 @pytest.mark.parametrize(("content", "code", "said"), [("[]", 0, "0 API keys"), ("[{name: a}]", 2, "[0].tenant")])

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from extproc.admin.client import NoAnswer, ask
 from extproc.admin.server import AdminServer
 from extproc.cli import cli
 
@@ -379,6 +380,29 @@ async def test_what_was_learned_can_be_carried_over(house: House) -> None:
 
 
 def test_profiles_of_nobody_are_no_traceback() -> None:
-    """Nothing listens there."""
+    """Nothing listens there, and what to look at is said in a line."""
     printed = CliRunner().invoke(cli, ["profiles", "--admin", "127.0.0.1:1"])
-    assert (printed.exit_code, "no answer from 127.0.0.1:1" in printed.output) == (2, True)
+    assert printed.exit_code == 2
+    told = "no answer from 127.0.0.1:1: Connection refused; does Pointsman run, with this `admin.listen`?"
+    assert printed.stderr.splitlines() == [told]
+
+
+@pytest.mark.parametrize("admin", ["nobody", "127.0.0.1:x", "a:b", "0.0.0.0:9700", ""])
+def test_what_is_no_address_of_an_admin_api_is_told_as_that(admin: str) -> None:
+    """Before anything is asked."""
+    printed = CliRunner().invoke(cli, ["profiles", "--admin", admin])
+    assert printed.exit_code == 2
+    [line] = printed.stderr.splitlines()
+    assert line.startswith("--admin: ")
+    assert f"{admin!r} is not " in line or "0.0.0.0:9700 is an address to listen on" in line
+
+
+async def test_another_server_is_no_admin_api(house: House) -> None:
+    """Whether it knows the path or not."""
+    metrics = await asyncio.to_thread(CliRunner().invoke, cli, ["profiles", "--admin", house.metrics])
+    assert metrics.exit_code == 2
+    assert (
+        metrics.stderr == f"what answers at {house.metrics} is no admin API of Pointsman; is that its `admin.listen`?\n"
+    )
+    with pytest.raises(NoAnswer, match="is no admin API of Pointsman"):
+        await asyncio.to_thread(ask, house.admin, "/v1/tenants", "profiles")

@@ -154,6 +154,17 @@ def test_a_slip_in_the_key_file_has_its_line(tmp_path: Path) -> None:
     assert "secret" not in result.output
 
 
+# -- help
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["replay"]])
+def test_help_is_had_by_its_short_name_too(command: list[str]) -> None:
+    """Of the whole and of each command."""
+    short, long = (CliRunner().invoke(cli, [*command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage: " in short.output
+
+
 # -- files
 
 

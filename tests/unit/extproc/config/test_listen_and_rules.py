@@ -21,7 +21,7 @@ POOL = "pools: [{name: p, models: [m], endpoints: {static: ['10.0.0.1:80']}}]"
         ("listen: {grpc_from_envoy: '0.0.0.0:9004'}", "listen on, not one to connect to"),
         ("listen: {grpc_from_envoy: '[::]:9004'}", "listen on, not one to connect to"),
         ("listen: {grpc_from_envoy: pointsman.llm.svc}", "not IP:port"),
-        ("listen: {grpc_from_envoy: 'pointsman:0'}", "port outside"),
+        ("listen: {grpc_from_envoy: 'pointsman:0'}", "'pointsman:0' is not name:port, with a port of 1-65535"),
         ("listen: {grpc_from_envoy: '10.0.0:9004'}", "not IP:port"),
         ("listen: {lane: /" + "d" * 80 + "}", "path must be short"),
         ("listen: {lane: run/lane}", "absolute path"),

@@ -111,7 +111,11 @@ def test_the_example_does_what_it_says() -> None:
             _config(parameters="{long_tokens: 0}"),
             "policy 'prompt-tiers': parameters.long_tokens: Input should be greater",
         ),
-        (_config(parameters="{short_tokens: 1}"), "policy 'prompt-tiers': parameters.short_tokens: Unexpected keyword"),
+        (
+            _config(parameters="{lng_tokens: 1}"),
+            "policy 'prompt-tiers': parameters.lng_tokens: unknown key; did you mean 'long_tokens'?",
+        ),
+        (_config(parameters="{zzz: 1}"), "policy 'prompt-tiers': parameters.zzz: unknown key; there are: "),
         (_config(parameters="{filters: [nope]}"), "unknown filter 'nope'"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_file_may_name_a_preset(tmp_path: Path) -> None:
         ("default@big", "after @ stands"),
         ("default@0", "after @ stands"),
         ("default@exact+late", "not while it waits"),
-        ("nowhere.yaml", "nowhere.yaml"),
+        ("nowhere.yaml", "^nowhere.yaml: No such file or directory$"),
     ],
 )
 def test_unknown_entrants_are_refused(name: str, says: str) -> None:

@@ -14,6 +14,8 @@ from vllm_adapters.simulator.options import SimOptions
         ({"models": ()}, "at least 1"),
         ({"count": 0}, "at least 1"),
         ({"speed": 0.0}, "more than 0"),
+        ({"port": 65_536}, "there is no port 65536: the last one is 65535"),
+        ({"port": 65_535, "count": 2}, "there is no port 65536"),
         ({"kv_capacity_tokens": 1000, "max_model_len": 2000}, "992 tokens of KV cache"),
     ],
 )
