@@ -27,6 +27,8 @@ def ask(address: str, path: str, what: str) -> Any:  # noqa: ANN401 - JSON
         with urlopen(f"http://{where}{path}", timeout=_PATIENCE_S) as answer:
             return json.load(answer)[what]
     except (HTTPError, HTTPException, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, HTTPError):
+            error.close()
         raise NoAnswer(
             f"what answers at {address} is no admin API of Pointsman; is that its `admin.listen`?"
         ) from error
