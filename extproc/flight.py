@@ -438,7 +438,7 @@ class Flights:
         self._count_attempts(flight, attempt.number)
         if attempt.failed is not None:
             self._charge(flight, attempt.address, attempt.failed)
-            self._take_credit_back(flight, attempt.address)
+            self._take_credit_back(flight, attempt.address, attempt.failed)
         elif attempt.address is not None and not flight.settled:
             self._move(flight, attempt.address)
         return True
@@ -480,7 +480,7 @@ class Flights:
             flight.served_by = completion.address
         if completion.failed is not None and not completion.client_left:
             self._charge(flight, completion.address, completion.failed)
-            self._take_credit_back(flight, completion.address)
+            self._take_credit_back(flight, completion.address, completion.failed)
         self._learn(flight, completion)
         self._events.settled(flight, completion)
         self._let_go(flight)
@@ -513,10 +513,10 @@ class Flights:
             found = usage.cached_tokens / usage.prompt_tokens * reservation.prompt_tokens
             placement.calibration.answered(reservation.slot, reservation.promise, found)
 
-    def _take_credit_back(self, flight: Flight, address: str | None) -> None:
-        """A prompt that an endpoint did not take is not in its cache."""
+    def _take_credit_back(self, flight: Flight, address: str | None, why: str) -> None:
+        """A prompt that an endpoint did not take is not in its cache. One that fell silent may have computed it."""
         reservation, placement = flight.reservation, flight.placement
-        if reservation is None or placement is None or address is None:
+        if reservation is None or placement is None or address is None or why in TIMED_OUT:
             return
         if self._state.slot_of(address) == reservation.slot:
             placement.failed(reservation)

@@ -44,7 +44,7 @@ class _Held:
     """One block on one shelf. `users`: requests in flight that use it; below 0 once it is gone.
 
     While there are none it is idle, `since_s`. `queued`: how often it stands in the shelf's queue; the last counts.
-    `computed`: a request that used it is over.
+    `computed_by`: which release was the last of a request that used it; 0 while there was none.
     """
 
     def __init__(self, block: _Block, tokens: int, users: int) -> None:
@@ -53,7 +53,7 @@ class _Held:
         self.users = users
         self.queued = 0
         self.since_s = 0.0
-        self.computed = False
+        self.computed_by = 0
 
 
 _NOBODY: Final = _Held(0, 0, -1)
@@ -106,8 +106,8 @@ class _Shelf:
 class Pinned:
     """Blocks that one request in flight uses on one shelf, in that `stay`: it is released with this.
 
-    The first `in_use` of them others were using as well, the first `computed` were computed before. `released_at_s` is
-    endless while it is in flight.
+    The first `in_use` of them others were using as well, the first `computed` were computed without it. `release` is
+    the number of its own; 0 while it is in flight.
     """
 
     def __init__(self, slot: int, stay: int) -> None:
@@ -115,7 +115,7 @@ class Pinned:
         self.stay = stay
         self.in_use = 0
         self.computed = 0
-        self.released_at_s = inf
+        self.release = 0
         self.blocks: list[_Held] = []
 
 
@@ -187,6 +187,7 @@ class PrefixIndex:
         self._room_tokens: Floats = np.empty(0)
         self._oldest_at_s: Floats = np.empty(0)
         self._stirred: set[int] = set()  # whose oldest may be another by now
+        self._releases = 0
         self._reach(15)
 
     def match(self, hashes: Sequence[int], tokens: Sequence[int], slots: Slots) -> Floats:
@@ -252,7 +253,7 @@ class PrefixIndex:
                 pinned.in_use += 1
             elif rested is not None:
                 rested.append(held.since_s)
-            if held.computed:
+            if held.computed_by:
                 pinned.computed += 1
             held.users += 1
             used.append(held)
@@ -287,18 +288,22 @@ class PrefixIndex:
         Once only; what it used is remembered for a failure that is told of later.
         """
         shelf = self._shelves.get(pinned.slot)
-        if shelf is None or shelf.stay != pinned.stay or pinned.released_at_s != inf:
+        if shelf is None or shelf.stay != pinned.stay or pinned.release:
             return
-        pinned.released_at_s = now_s
-        queue, blocks = shelf.queue, pinned.blocks
+        self._releases += 1
+        pinned.release = release = self._releases
+        queue, blocks, computed = shelf.queue, pinned.blocks, 0
         for position in range(len(blocks) - 1, -1, -1):
             held = blocks[position]
-            held.computed = True
+            if held.computed_by:
+                computed += 1
+            held.computed_by = release
             held.users -= 1
             if not held.users:
                 held.since_s = now_s
                 held.queued += 1
                 queue.append(held)
+        pinned.computed = computed
         if shelf.held_tokens > shelf.capacity_tokens:
             self._evict(pinned.slot, shelf)
         if len(queue) > 2 * len(shelf.blocks) + _MOST_LEFT:
@@ -316,10 +321,9 @@ class PrefixIndex:
             return
         kept = pinned.blocks[: pinned.computed]
         for held in pinned.blocks[pinned.computed :]:
-            if pinned.released_at_s != inf:
-                if not held.users and held.since_s == pinned.released_at_s:  # it rests since then, for this one alone
-                    self._remove(held, pinned.slot, shelf)
-            elif held.computed:
+            if pinned.release:
+                self._take_back(held, pinned, shelf)
+            elif held.computed_by:
                 kept.append(held)
             else:
                 held.users -= 1
@@ -327,6 +331,13 @@ class PrefixIndex:
                     self._remove(held, pinned.slot, shelf)
         pinned.blocks, pinned.computed = kept, len(kept)
         self._note(pinned.slot, shelf)
+
+    def _take_back(self, held: _Held, pinned: Pinned, shelf: _Shelf) -> None:
+        """Of a request that is over: nobody else's that is over used it after that, and whoever still does may fail."""
+        if held.computed_by == pinned.release:
+            held.computed_by = 0
+            if not held.users:
+                self._remove(held, pinned.slot, shelf)
 
     def _remove(self, held: _Held, slot: int, shelf: _Shelf) -> None:
         held.users = -1

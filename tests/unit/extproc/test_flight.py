@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -165,6 +166,18 @@ def test_a_prompt_that_its_endpoint_did_not_take_is_credited_nowhere(told: str, 
         house.flights.on_attempt(Attempt(flight.request_id, address, "status_503"))
     flight.close()
     assert len(house.placement.index) == 0
+    assert house.booked_nowhere()
+
+
+def test_a_prompt_stays_credited_where_its_endpoint_fell_silent() -> None:
+    """It may have computed it, and been cut off while it wrote."""
+    house = House()
+    flight = house.start()
+    flight.close()
+    address = flight.served_by
+    house.flights.on_completion(completion_of(flight, address, failed="upstream_request_timeout", status=504))
+    slot = house.state.slot_of(str(address))
+    assert house.placement.index.match([1, 3], [40, 40], np.array([slot])).tolist() == [80]
     assert house.booked_nowhere()
 
 

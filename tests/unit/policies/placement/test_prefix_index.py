@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.placement.prefix_index import PrefixIndex
+from policies.placement.prefix_index import Pinned, PrefixIndex
 from policies.types import few_slots
 
 
@@ -233,8 +233,29 @@ def test_a_failure_told_of_after_the_end_takes_back_what_rests_since_then() -> N
     _check_books(index, 10_000)
 
 
+def test_a_failure_told_of_late_leaves_what_another_computed_before_the_end() -> None:
+    """The other, with a longer prompt, began after it and ended before it."""
+    index = PrefixIndex(10_000)
+    late, other = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 2, 3], [64] * 3)
+    index.release(other, 1.0)
+    index.release(late, 2.0)
+    index.discard(late)
+    assert index.match([1, 2, 3], [64] * 3, _slots(0)).tolist() == [192]
+
+
+def test_of_two_that_fail_nothing_stays_though_one_was_over_before_that_was_told() -> None:
+    """What the first seemed to have computed the second only waited for."""
+    index = PrefixIndex(10_000)
+    late, other = index.pin(0, [1, 2], [64, 64]), index.pin(0, [1, 2, 3], [64] * 3)
+    index.release(late, 1.0)
+    for pinned in (late, other):
+        index.discard(pinned)
+    index.release(other, 2.0)
+    assert len(index) == 0
+
+
 _steps = st.tuples(
-    st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "fail late", "forget"])
+    st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "tell", "forget"])
 )
 
 
@@ -243,7 +264,7 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
     steps: list[tuple[int, list[int], str]], capacity: int, asked: list[int]
 ) -> None:
     """Whatever happens: what is idle fits, masks and shelves agree, and a match is a prefix that some prompt had."""
-    index, running = PrefixIndex(capacity), []
+    index, running, over = PrefixIndex(capacity), list[Pinned](), list[Pinned]()
     for position, (slot, path, what) in enumerate(steps):
         chain = _chain(path)
         if what == "serve":
@@ -252,13 +273,14 @@ def test_the_bound_holds_and_nothing_is_credited_that_was_not_there(
             running.append(index.pin(slot, chain, [64] * len(path)))
         elif what == "forget":
             index.forget(slot)
+        elif what == "tell" and over:
+            index.discard(over.pop(len(over) // 2))
         elif running:
             pinned = running.pop(len(running) // 2)
             if what == "fail":
                 index.discard(pinned)
             index.release(pinned, float(position))
-            if what == "fail late":
-                index.discard(pinned)
+            over.append(pinned)
         _check_books(index, capacity)
         _check_no_hole(index, [_chain(path) for _, path, _ in steps])
     matched = index.match(_chain(asked), [64] * len(asked), _slots(0, 1, 2, 3))
