@@ -7,8 +7,10 @@ predict. It needs nothing from the engines. Three figures per endpoint matter:
 - the *backlog*: a bucket that fills with each request's work and leaks at the endpoint's prefill rate, never above
   the pending work. Without the leak a fleet whose first tokens are unseen would count prefilled prompts as still to
   come; without the bound a rate learned too low never recovers (measured: three times the TTFT);
-- the *prefill rate*: work done over time taken, of the last half minute of prefilling, pulled towards the profile's
-  by two seconds' worth of it.
+- the *prefill rate*: work done over time taken, of the last half minute of prefilling, pulled towards the pool's by two
+  seconds' worth of it, and the pool's in the same way towards the profile's. An endpoint of which nothing is known is
+  taken to be like the others. Were it like the profile, where that is too low, a quiet fleet would never send it
+  anything, and so never learn better.
 
 And two of the pool's answers: how long they are, and the *decode rate*: the pace that nine in ten of them keep. Time
 limits rest on it (policies/admission/time_limits.py), and must fit the slow ones; a mean would cut those of a pool's
@@ -36,7 +38,9 @@ _GENERATE: Final = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSE, Kind.ME
 _RATE_MEMORY_S: Final = 30.0
 """Seconds of prefilling after which an observation counts 1/e."""
 _PRIOR_S: Final = 2.0
-"""The profile's rate counts as much as this many seconds of observation."""
+"""The profile's rate counts as much as this many seconds of observation; so does the pool's, for each endpoint."""
+_POOL_STEP: Final = 0.05
+"""The pool's rate has changed once it is this far from what the endpoints' were pulled towards: all change with it."""
 _OUTPUT_MEMORY: Final = 0.999
 """Of each finished request's weight, what is left after the next: about the last thousand count."""
 _PRIOR_REQUESTS: Final = 20.0
@@ -118,10 +122,13 @@ class Ledger:
         self.rate_work: list[float] = []
         self.rate_time_s: list[float] = []
         self.since_s: list[float] = []
+        self._seen_work = self._seen_time_s = 0.0  # the sums of what stands by slot
         self.expected_output_tokens = 0.0
         """Mean length of an answer."""
         self._profile = profile or Profile()
         self.prices = Prices(self._profile)
+        self.pool_rate: float = self.prices.prefill_tokens_per_s
+        """Prefill work per second that is believed of an endpoint as long as nothing is seen of it."""
         self._expect_answers()
         self._grow(16)
 
@@ -136,8 +143,7 @@ class Ledger:
             return
         self._profile, self.prices = profile, Prices(profile)
         self._expect_answers()
-        for slot in range(self._size):
-            self._show(slot)
+        self._show_pool()
 
     # -- requests
 
@@ -201,8 +207,8 @@ class Ledger:
     def forget(self, slot: int) -> None:
         """The slot has another endpoint now, or the same one anew: its rate must be learned again."""
         self._reach(slot)
-        self.rate_work[slot] = self.rate_time_s[slot] = self.bucket[slot] = 0.0
-        self._show(slot)
+        self.bucket[slot] = 0.0
+        self._see(slot, 0.0, 0.0)
 
     # -- what policies read
 
@@ -264,10 +270,9 @@ class Ledger:
 
     def learned(self) -> Profile:
         """The profile with what was learned in its place: rates of all endpoints together, answers' length and pace."""
-        rate = self._with_prior(sum(self.rate_work), sum(self.rate_time_s))
         return replace(
             self.profile,
-            prefill_tokens_per_s=round(rate, 1),
+            prefill_tokens_per_s=round(self._rate_of_all(), 1),
             output_tokens=round(self.expected_output_tokens, 1),
             decode_tokens_per_s=round(self.decode_rate, 2),
         )
@@ -278,13 +283,30 @@ class Ledger:
         prior_tokens = _PRIOR_REQUESTS * self._profile.output_tokens
         self.expected_output_tokens = (self.output_tokens_sum + prior_tokens) / (self.outputs + _PRIOR_REQUESTS)
 
-    def _with_prior(self, work: float, time_s: float) -> float:
-        """The rate that was observed, pulled towards the profile's."""
-        return (work + _PRIOR_S * self.prices.prefill_tokens_per_s) / (time_s + _PRIOR_S)
+    def _rate_of_all(self) -> float:
+        """What was observed of all endpoints together."""
+        return _pulled(self._seen_work, self._seen_time_s, self.prices.prefill_tokens_per_s)
+
+    def _see(self, slot: int, work: float, time_s: float) -> None:
+        """From now on this is what was observed of an endpoint."""
+        self._seen_work += work - self.rate_work[slot]
+        self._seen_time_s += time_s - self.rate_time_s[slot]
+        self.rate_work[slot], self.rate_time_s[slot] = work, time_s
+        if abs(self._rate_of_all() - self.pool_rate) > _POOL_STEP * self.pool_rate:
+            self._show_pool()
+        else:
+            self._show(slot)
+
+    def _show_pool(self) -> None:
+        """Another rate may have been learned of all."""
+        self._seen_work, self._seen_time_s = sum(self.rate_work), sum(self.rate_time_s)  # without what rounding added
+        self.pool_rate = self._rate_of_all()
+        for slot in range(self._size):
+            self._show(slot)
 
     def _show(self, slot: int) -> None:
         """Another rate may have been learned."""
-        self._paces[slot].rate = self._with_prior(self.rate_work[slot], self.rate_time_s[slot])
+        self._paces[slot].rate = _pulled(self.rate_work[slot], self.rate_time_s[slot], self.pool_rate)
         self._fill(slot, self.bucket[slot], self.bucket_at_s[slot])
 
     def _learn(self, slot: int, work: float, time_s: float) -> None:
@@ -294,9 +316,7 @@ class Ledger:
             self.misreadings += 1
             return
         kept = math.exp(-time_s / _RATE_MEMORY_S)
-        self.rate_work[slot] = self.rate_work[slot] * kept + work
-        self.rate_time_s[slot] = self.rate_time_s[slot] * kept + time_s
-        self._show(slot)
+        self._see(slot, self.rate_work[slot] * kept + work, self.rate_time_s[slot] * kept + time_s)
 
     def _expected_ttft_s(self, reservation: Reservation) -> float:
         slot = reservation.slot
@@ -364,3 +384,8 @@ class Ledger:
         self._size = size
         for slot in range(first, size):
             self._show(slot)
+
+
+def _pulled(work: float, time_s: float, towards: float) -> float:
+    """The rate that was observed, pulled towards another."""
+    return (work + _PRIOR_S * towards) / (time_s + _PRIOR_S)

@@ -53,17 +53,46 @@ def test_a_first_token_ends_the_backlog_of_its_request() -> None:
     ledger = Ledger(_PROFILE)
     first, second = _placed(ledger, 0, 2_000, 0.0), _placed(ledger, 0, 500, 0.0)
     ledger.first_token(first, 1.0)
-    assert _backlog(ledger, 0, 1.0) == 500
+    assert _backlog(ledger, 0, 1.0) == pytest.approx(500)
     ledger.first_token(second, 1.2)
     assert _backlog(ledger, 0, 1.2) == 0
 
 
 def test_the_rate_is_learned_from_first_tokens() -> None:
-    """Twice as fast as the profile says, it is soon believed."""
+    """Twice as fast as the profile says, it is soon believed; and of one that shows it to be true, that as well."""
     ledger = Ledger(_PROFILE)
     for turn in range(30):
         ledger.first_token(_placed(ledger, 0, 2_000, float(turn)), turn + 1.0)
+        ledger.first_token(_placed(ledger, 1, 1_000, float(turn)), turn + 1.0)
     assert ledger.rate(_slots(0, 1)).tolist() == pytest.approx([2_000, 1_000], rel=0.1)
+
+
+def test_of_whom_nothing_is_seen_is_like_those_that_were_seen() -> None:
+    """Not like a profile that all others have proved wrong; what it shows itself soon outweighs that."""
+    ledger = Ledger(_PROFILE)
+    for turn in range(40):
+        for slot in (0, 1):
+            ledger.first_token(_placed(ledger, slot, 3_000, float(turn)), turn + 1.0)
+    assert ledger.rate(_slots(2, 99)).tolist() == pytest.approx([3_000, 3_000], rel=0.1)
+    for turn in range(40, 60):
+        ledger.first_token(_placed(ledger, 2, 500, float(turn)), turn + 1.0)
+    assert ledger.rate(_slots(2))[0] < 900
+    ledger.forget(2)
+    assert ledger.rate(_slots(2))[0] == pytest.approx(3_000, rel=0.1)
+    for slot in (0, 1):
+        ledger.forget(slot)
+    assert ledger.rate(_slots(0, 2, 99)).tolist() == [1_000] * 3
+
+
+def test_another_profile_counts_until_rates_are_learned() -> None:
+    """For those of whom something is known it counts as little as the old one."""
+    ledger = Ledger(_PROFILE)
+    ledger.profile = replace(_PROFILE, prefill_tokens_per_s=700.0)
+    assert ledger.rate(_slots(0, 1)).tolist() == [700, 700]
+    for turn in range(40):
+        ledger.first_token(_placed(ledger, 0, 3_000, float(turn)), turn + 1.0)
+    ledger.profile = _PROFILE
+    assert ledger.rate(_slots(0))[0] == pytest.approx(3_000, rel=0.1)
 
 
 @pytest.mark.parametrize("true_rate", [300.0, 1_000.0, 4_000.0])
@@ -258,10 +287,13 @@ def test_what_policies_read_follows_from_the_accounts(events: list[tuple[str, in
             ledger.forget(slot)
         else:
             ledger.profile = replace(_PROFILE, prefill_tokens_per_s=tokens + 1.0)
+    prior = ledger.profile.prefill_tokens_per_s
+    of_all = (sum(ledger.rate_work) + 2 * prior) / (sum(ledger.rate_time_s) + 2)
+    assert ledger.pool_rate == pytest.approx(of_all, rel=0.051)
+    assert ledger.learned().prefill_tokens_per_s == pytest.approx(of_all, abs=0.051)
     rates, waits_s = ledger.prefill(np.arange(21), now_s)
     for slot in range(21):
-        prior = ledger.profile.prefill_tokens_per_s
-        rate = (ledger.rate_work[slot] + 2 * prior) / (ledger.rate_time_s[slot] + 2)
+        rate = (ledger.rate_work[slot] + 2 * ledger.pool_rate) / (ledger.rate_time_s[slot] + 2)
         left = ledger.bucket[slot] - rate * (now_s - ledger.bucket_at_s[slot])
         assert rates[slot] == pytest.approx(rate)
         assert waits_s[slot] == pytest.approx(min(max(left, 0.0), ledger.pending_work[slot]) / rate, abs=1e-9)

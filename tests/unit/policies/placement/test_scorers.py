@@ -102,7 +102,8 @@ def test_the_faster_endpoint_has_more_headroom(view_of: Views) -> None:
     view = view_of()
     prior = view.ledger.profile.prefill_tokens_per_s
     for _ in range(20):
-        view.ledger.timed(Reservation(0, 1, 0, 0, work=2_000 * prior), 1_000.0)
+        for slot, work in enumerate((2_000, 1_000, 1_000, 1_000)):
+            view.ledger.timed(Reservation(slot, 1, 0, 0, work=work * prior), 1_000.0)
     scores = throughput_headroom(view, Windows())
     assert scores.tolist() == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.01)
     view.ledger.committed(Reservation(0, 1, 200_000, 200_000), 0.0)
