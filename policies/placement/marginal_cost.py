@@ -14,6 +14,11 @@ Seconds, lower wins. The terms, for a request of L prompt tokens of which the en
 never so exact that a cache should be given up for less; but not for a holder with far more to do than the others, or
 one hot prefix would keep everybody on one endpoint while the rest idle.
 
+Idle endpoints of nearly the same rate are charged by the fastest one's, and chance decides between them. So much do the
+rates differ that are learned of equal engines; if that told, whoever was visited first would get every request of a
+quiet fleet, and nothing would be learned of the others. Only the idle: under load the backlog tells sooner, and rates
+as learned are part of what makes the choice good (levelled for all, they cost 1 % of the time to the last token).
+
 Without stall and decode this is predicted TTFT, which is worse end to end than a good heuristic: it sends long
 prompts where they hurt others. Rejected as well: normalised weighted scores (no unit, so no honest trade-off between
 a queue and a cache) and a learned regressor (needs a training set per fleet, and nobody can say why it chose).
@@ -36,7 +41,9 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from policies.fleet_state import Load
 from policies.past import Moment
+from policies.placement.ledger import Pace
 from policies.placement.marginal_spec import MarginalCostSpec
 from policies.placement.pickers import Score, max_of_few, max_score
 from policies.placement.policy import Scored, ranking
@@ -54,6 +61,8 @@ _SPILL_REQUESTS: Final = 4.0
 """A holder above so many times the mean load, and so many requests, has no band: a hot prefix spreads."""
 _FAR_S: Final = 1e300
 """Beyond any cost of a holder."""
+_AS_FAST: Final = 0.8
+"""Of the fastest idle endpoint's rate: from here on another idle one is as fast, as far as anybody can tell."""
 _LEVEL_S: Final = 1e-9
 """Costs closer than this differ by rounding alone."""
 
@@ -90,7 +99,8 @@ class _Asks:
 class _Figures:
     """What the formula takes of the candidates, as they were when the request was placed.
 
-    `running`, `held`: requests on each endpoint and the tokens of their prompts; `in_flight`: ours among them.
+    `running`, `held`: requests on each endpoint and the tokens of their prompts; `in_flight`: ours among them. `rate`:
+    what prefill is charged by.
     `room`, and for `idle_s` what would be evicted next is idle: None where all that is asked for has room everywhere.
     `capacity`: None where surely nothing overflows anywhere.
     """
@@ -102,7 +112,7 @@ class _Figures:
         self.in_flight = in_flight
         self.running = running
         self.held = held
-        self.rate = rate
+        self.rate = _levelled(in_flight, rate)
         self.wait_s = wait_s
         self.capacity: Floats | None = None
         self.room: Floats | None = None
@@ -246,10 +256,13 @@ class MarginalCost:
             rooms = [rooms[slot] for slot in listed]
         others = working.sees_others(view)
         scores, position, in_flight = self._room_for(len(listed)), -1, 0.0
+        fastest = _fastest_idle(scores, loads, paces)
+        as_fast = _AS_FAST * fastest
         for score, load, pace, room in zip(scores, loads, paces, rooms):  # noqa: B905 - the others may go on
             position += 1
             in_flight += load.in_flight
-            running, held, rate, wait_s = load.in_flight, load.prompt_tokens, pace.rate, pace.longest_s
+            running, held, wait_s = load.in_flight, load.prompt_tokens, pace.longest_s
+            rate = fastest if running == 0.0 and pace.rate >= as_fast else pace.rate  # as _levelled
             if others:
                 running, held = float(working.running[position]), float(working.held[position])
             if wait_s > 0.0:  # as Ledger.prefill; where nothing is pending, as at most endpoints, in one look
@@ -368,6 +381,22 @@ class _Working:
 
 
 _NONE: Final[Floats] = np.empty(0)
+
+
+def _levelled(in_flight: Floats, rate: Floats) -> Floats:
+    """The fastest idle endpoint's rate for all that are idle and nearly as fast, and everybody else's own."""
+    idle: Mask = in_flight == 0.0
+    fastest = _greatest(rate * idle)
+    return np.where(idle & (rate >= _AS_FAST * fastest), fastest, rate)
+
+
+def _fastest_idle(scores: list[Score], loads: list[Load], paces: list[Pace]) -> float:
+    """The highest rate of those without a request; none, if there are no such. There is a score for each candidate."""
+    fastest = 0.0
+    for _, load, pace in zip(scores, loads, paces):  # noqa: B905 - the others may go on
+        if load.in_flight == 0.0 and pace.rate > fastest:
+            fastest = pace.rate
+    return fastest
 
 
 def _uncached(asks: _Asks) -> Each:

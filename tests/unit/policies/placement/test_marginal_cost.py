@@ -113,6 +113,112 @@ def test_equals_share_alike(view_of: Views) -> None:
     assert all(400 < counts[slot] < 600 for slot in range(4))
 
 
+def _one_at_a_time(
+    placement: Placement, state: FleetState, count: int, rates: tuple[float, ...], **fields: object
+) -> Counter[int]:
+    """Who gets so many requests of 1,000 tokens, each when the last has ended, from engines of these true rates.
+
+    As in a running system the first token is told afterwards. Prompts have nothing in common unless `fields` say so.
+    """
+    rng, counts = Random(3), Counter[int]()
+    for number in range(count):
+        values = {"block_hashes": [number], "block_tokens": [900]} | fields
+        request = InferenceRequest(Kind.CHAT, "m", "m", 1_000, max_tokens=20, **values)  # type: ignore[arg-type]
+        decision = placement.choose(request, state, float(number), rng)
+        assert isinstance(decision, Decision)
+        reservation = placement.commit(decision, request, state, float(number))
+        placement.ledger.timed(reservation, reservation.work / rates[reservation.slot] * rng.uniform(0.9, 1.1))
+        placement.ended(reservation, number + 0.5)
+        state.release(reservation)
+        counts[reservation.slot] += 1
+    return counts
+
+
+def _placement(state: FleetState) -> Placement:
+    state.kv_capacity_tokens[:] = 10_000_000
+    placement = Placement("p", MarginalCost(), PrefixIndex(10_000_000), Ledger(_PLAIN))
+    placement.set_members(range(4))
+    return placement
+
+
+@pytest.mark.parametrize("true_rate", [400.0, 1_015.0, 3_000.0], ids=["slower", "as the profile", "faster"])
+@pytest.mark.parametrize("most_for_loops", [1_000, 0], ids=["loops", "arrays"])
+def test_a_quiet_fleet_of_equals_shares_alike_whoever_learned_first(
+    state: FleetState, true_rate: float, most_for_loops: int
+) -> None:
+    """Rates learned of equal engines differ a little, and one had a start: that is no lead."""
+    placement = _placement(state)
+    for _ in range(20):
+        first = Reservation(2, 1, 1_000, 1_000)
+        first.work = 100.0
+        placement.ledger.timed(first, 100.0 / (1.02 * true_rate))
+    with patch("policies.types._FEW", most_for_loops):
+        counts = _one_at_a_time(placement, state, 400, (true_rate,) * 4)
+        assert min(counts.values()) > 60
+        assert len(counts) == 4
+        again = _one_at_a_time(placement, state, 400, (true_rate,) * 4, block_tokens=[0])
+        assert min(again.values()) > 70
+    rates = placement.ledger.rate(np.arange(4)).tolist()
+    assert len(set(rates)) == 4
+    assert rates == pytest.approx([true_rate] * 4, rel=0.1)
+
+
+def test_a_quiet_fleet_gives_an_engine_of_half_the_speed_next_to_nothing(state: FleetState) -> None:
+    """Once that is learned; the fast ones share alike."""
+    placement, rates = _placement(state), (1_000.0, 500.0, 1_000.0, 1_000.0)
+    learning = _one_at_a_time(placement, state, 100, rates)
+    assert learning[1] < 15
+    counts = _one_at_a_time(placement, state, 300, rates, block_tokens=[0])
+    assert counts[1] == 0
+    assert all(counts[slot] > 60 for slot in (0, 2, 3))
+
+
+def test_a_newcomer_to_a_fleet_that_is_faster_than_its_profile_gets_its_share(state: FleetState) -> None:
+    """It starts as fast as the others were seen to be, and so is tried."""
+    placement, rates = _placement(state), (3_000.0,) * 4
+    placement.set_members(range(3))
+    _one_at_a_time(placement, state, 200, rates)
+    placement.set_members(range(4))
+    assert _one_at_a_time(placement, state, 200, rates, block_tokens=[0])[3] > 30
+
+
+def test_a_prefix_tells_among_idle_equals_however_short(view_of: Views) -> None:
+    """Only rates are levelled: a twentieth of the prompt is enough to be chosen each time, by the slowest of them."""
+    for seed in range(50):
+        view = view_of((0, 0, 50, 0))
+        view.ledger.profile, view.rng = _PLAIN, Random(seed)
+        for slot, rate in enumerate((1_100.0, 1_000.0, 950.0, 1_150.0)):
+            seen = Reservation(slot, 1, 1, 1)
+            seen.work = 30.0 * rate
+            view.ledger.timed(seen, 30.0)
+        assert MarginalCost().rank(view, 1).order == [2]
+
+
+def test_idle_holders_of_a_prompt_share_alike(view_of: Views) -> None:
+    """What all of them hold is no reason for one of them: the band is for each."""
+    counts: Counter[int] = Counter()
+    for seed in range(400):
+        view = view_of((900, 0, 900, 900))
+        view.ledger.profile, view.rng = _PLAIN, Random(seed)
+        seen = Reservation(2, 1, 1, 1)
+        seen.work = 31_000.0
+        view.ledger.timed(seen, 30.0)
+        counts[MarginalCost().rank(view, 1).order[0]] += 1
+    assert sorted(counts) == [0, 2, 3]
+    assert min(counts.values()) > 100
+
+
+def test_a_rate_tells_once_there_is_load(view_of: Views, state: FleetState) -> None:
+    """Each has a request: the faster one prefills sooner, if only by a little."""
+    state.in_flight[:] = 1
+    view = view_of()
+    view.ledger.profile = _PLAIN
+    seen = Reservation(2, 1, 1, 1)
+    seen.work = 31_000.0
+    view.ledger.timed(seen, 30.0)
+    assert MarginalCost().rank(view, 1).order == [2]
+
+
 def test_a_burst_spreads_itself(state: FleetState, request_of: Requests) -> None:
     """Each decision sees the ones before it, with nothing scraped in between; one prefix does not draw all."""
     placement = Placement("p", MarginalCost(), PrefixIndex(10_000), Ledger())
@@ -184,7 +290,7 @@ _NOW_S = 1_000.0
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """What an endpoint runs, waits for and holds; `idle_tokens` rest since `idle_s`."""
+    """What an endpoint runs, waits for and holds; `idle_tokens` rest since `idle_s`. `seen_rate`: if any was."""
 
     running: int
     held: int
@@ -194,6 +300,7 @@ class _Endpoint:
     idle_tokens: int
     idle_s: float
     others: int
+    seen_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -204,7 +311,7 @@ class _Asked:
 
 _endpoints = st.builds(
     _Endpoint,
-    running=st.integers(0, 300),
+    running=st.just(0) | st.integers(0, 300),
     held=st.integers(0, 12_000),
     capacity=st.sampled_from([5_000, 10_000, 100_000]),
     backlog=st.sampled_from([0, 0, 10, 5_000]),
@@ -212,6 +319,7 @@ _endpoints = st.builds(
     idle_tokens=st.sampled_from([0, 100, 4_500, 9_900]),
     idle_s=st.sampled_from([-60.0, 0.0, 60.0, 900.0]),
     others=st.sampled_from([0, 0, 0, 7]),
+    seen_rate=st.sampled_from([None, 24_000.0, 26_000.0, 16_000.0, 60_000.0]),
 )
 _asked = st.builds(_Asked, prompt=st.sampled_from([1, 1_000, 20_000]), answer=st.sampled_from([1, 100, 5_000]))
 
@@ -226,31 +334,38 @@ def _fleet(endpoints: list[_Endpoint]) -> tuple[FleetState, PrefixIndex, Ledger]
         index.set_capacity(slot, one.capacity)
         if one.idle_tokens:
             index.insert(slot, [slot], [one.idle_tokens], _NOW_S - one.idle_s)
+        if one.seen_rate is not None:
+            seen = Reservation(slot, 1, 1, 1)
+            seen.work = 30.0 * one.seen_rate
+            ledger.timed(seen, 30.0)
         if one.backlog:
             ledger.committed(Reservation(slot, 1, one.backlog, one.backlog), _NOW_S - 0.01)
     return state, index, ledger
 
 
-def _by_the_page(asked: _Asked, endpoints: list[_Endpoint], index: PrefixIndex, profile: Profile) -> list[float]:
+def _by_the_page(asked: _Asked, endpoints: list[_Endpoint], index: PrefixIndex, ledger: Ledger) -> list[float]:
     """What each costs, without the band."""
+    profile, rates = ledger.profile, ledger.rate(np.arange(len(endpoints))).tolist()
+    fastest_idle = max((rates[slot] for slot, one in enumerate(endpoints) if not one.running), default=0.0)
     ours = sum(one.running for one in endpoints)
     each = sum(one.held for one in endpoints) / ours if ours else asked.prompt
     costs = []
     for slot, one in enumerate(endpoints):
         n, tokens = one.running + one.others, one.held + each * one.others
-        answer, rate = min(asked.answer, profile.output_tokens), profile.prefill_tokens_per_s
+        answer, own_rate = min(asked.answer, profile.output_tokens), rates[slot]
+        rate = fastest_idle if not n - one.others and own_rate >= 0.8 * fastest_idle else own_rate
         u = max(0, asked.prompt - one.matched)
         attention = profile.attention_per_token * (asked.prompt - u / 2)
         work = u * (1 + attention) + profile.request_tokens
         own_work = one.backlog * (1 + profile.attention_per_token * one.backlog / 2) + profile.request_tokens
-        backlog = max(0.0, own_work - 0.01 * rate) if one.backlog else 0.0
+        wait_s = max(0.0, own_work / own_rate - 0.01) if one.backlog else 0.0
         pushed_out = u > one.capacity - index.held_tokens(slot) and index.oldest_at_s(np.array([slot]))[0] < math.inf
         lost = 3 * u / rate * math.exp(-max(one.idle_s, 0) / 120) if pushed_out else 0.0
         memory = (tokens + answer * n / 2 + asked.prompt + answer - one.capacity) / one.capacity
         places = (n + 1 - profile.max_num_seqs) / profile.max_num_seqs
         decode = 0.6 * answer * (profile.sequence_s * n + profile.kv_token_s * tokens)
         overflow = 10 * max(memory, places, 0)
-        costs.append((backlog + work) / rate + 0.1 * n * work / rate + decode + lost + overflow)
+        costs.append(wait_s + work / rate + 0.1 * n * work / rate + decode + lost + overflow)
     return costs
 
 
@@ -308,7 +423,7 @@ def test_the_cost_is_the_pages_formula(endpoints: list[_Endpoint], asked: list[_
     for row, (one, view) in enumerate(zip(asked, views, strict=True)):
         ranking = MarginalCost().rank(view, 1)
         if not any(endpoint.others for endpoint in endpoints) or row == 0:  # others' prompts are like the first's
-            expected = _by_the_page(one, endpoints, index, ledger.profile)
+            expected = _by_the_page(one, endpoints, index, ledger)
             assert costs[row] == pytest.approx(expected)
             assert liked[row] == pytest.approx(_banded(one, endpoints, expected))
             assert -ranking.scores == pytest.approx(liked[row])
