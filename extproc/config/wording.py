@@ -23,12 +23,13 @@ def in_words(
     """Each fault as its place, empty for the whole, and what is wrong there.
 
     `keys_at`: which keys there may be at a place. `see`: what to look at where an unknown key is close to none of
-    them. `quote`: whether anything that stands there may be told, be it the name of an unknown key.
+    them. `quote`: whether anything that stands there may be told, be it the name of an unknown key. Of places where
+    something secret may stand nothing is quoted in any case.
     """
     found = error.errors(include_input=quote)
     for fault in found:
         if not _follows(fault, found):
-            hidden = fault["type"] in _UNKNOWN and not quote
+            hidden = fault["type"] in _UNKNOWN and not (quote and _NEVER_NAMED.isdisjoint(fault["loc"]))
             place = path(fault["loc"][:-1] if hidden else fault["loc"])
             yield from ((place, sentence) for sentence in _sentences(fault, keys_at, see))
 
@@ -66,6 +67,12 @@ def path(place: Place) -> str:
     return told
 
 
+_NEVER_QUOTED = {"access", "api_server"}
+"""Sections and fields whose values are not told: keys and tokens may stand there instead of what says how to know them,
+and passwords in URLs."""
+_NEVER_NAMED = {"api_keys"}
+"""Where the name of an unknown key may be secret too: an API key with its tenant behind it."""
+
 _UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}
 _WORDS = {
     "missing": "required, but not given",
@@ -98,8 +105,8 @@ def _sentences(
     several = fault.get("ctx", {}).get("error")
     if isinstance(several, Faults):
         return several.faults
-    # what stands where a digest should be may be the key itself
-    given = None if fault["loc"][-1:] == ("sha256",) or fault["type"] == "missing" else fault.get("input")
+    hidden = fault["type"] == "missing" or not _NEVER_QUOTED.isdisjoint(fault["loc"])
+    given = None if hidden else fault.get("input")
     message = _message(fault)
     if isinstance(given, int | float | bool) or (isinstance(given, str) and repr(given) not in message):
         message = f"{message} (given: {given!r})"

@@ -61,8 +61,11 @@ class Jwt(Model):
     @field_validator("jwks_uri")
     @classmethod
     def _has_a_port(cls, value: str | None) -> str | None:
-        if value is not None:
-            _ = urlsplit(value).port  # raises ValueError for one that is none
+        try:
+            _ = None if value is None else urlsplit(value).port
+        except ValueError:
+            # urlsplit's words quote what may be half of a password
+            raise ValueError("its port is no number up to 65535") from None
         return value
 
     @model_validator(mode="after")

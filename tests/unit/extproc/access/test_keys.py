@@ -80,12 +80,43 @@ def test_what_is_no_list_of_keys_is_refused_without_quoting_it(text: str, why: s
     assert SECRET not in str(told.value)
 
 
-def test_a_key_in_the_configs_place_for_its_digest_is_not_told() -> None:
-    """Errors go to logs."""
+@pytest.mark.parametrize(
+    ("access", "why"),
+    [
+        (f"{{api_keys: [{{name: a, tenant: t, sha256: {SECRET}}}]}}", "access.api_keys[0].sha256: not a SHA-256"),
+        (f"{{api_keys: [{SECRET}]}}", "access.api_keys[0]: should be a mapping"),
+        (f"{{api_keys: {SECRET}}}", "access.api_keys: should be a list"),
+        (f"{{api_keys: {{{SECRET}: t}}}}", "access.api_keys: should be a list"),
+        (f"{{api_keys: [{{{SECRET}: t}}]}}", "access.api_keys[0]: unknown key"),
+        (f"{{api_keys: [{{name: a, tenant: t, sha: {SECRET}}}]}}", "access.api_keys[0]: unknown key; did you mean"),
+        (f"{{api_keys: [{{name: '{SECRET} ', tenant: t, sha256: a}}]}}", "access.api_keys[0].name: "),
+        (f"{{jwt: {SECRET}}}", "access.jwt: should be a mapping"),
+        (f"{{jwt: {{issuer: i, audiences: [], jwks_uri: 'ftp://u:{SECRET}@h/k'}}}}", "access.jwt.jwks_uri: "),
+        (f"{{jwt: {{issuer: i, audiences: [], jwks_uri: 'http://u:{SECRET}/k'}}}}", "jwks_uri: its port is no number"),
+        (SECRET, "access: should be a mapping"),
+    ],
+)
+def test_a_key_in_the_config_is_not_told(access: str, why: str) -> None:
+    """Wherever it was put in place of its digest: errors go to logs."""
     with pytest.raises(ConfigError) as told:
-        parse(f"{POOLS}access: {{api_keys: [{{name: a, tenant: t, sha256: {SECRET}}}]}}")
-    assert "access.api_keys[0].sha256: not a SHA-256" in str(told.value)
+        parse(f"{POOLS}access: {access}")
+    assert why in str(told.value)
     assert SECRET not in str(told.value)
+
+
+def test_a_password_in_an_api_servers_url_is_not_told() -> None:
+    """There may be none, and who gives one is told only that."""
+    source = f"{{kubernetes: {{api_server: 'https://u:{SECRET}@k', pods: {{selector: a, port: 1}}}}}}"
+    with pytest.raises(ConfigError) as told:
+        parse(f"pools: [{{name: p, models: [m], endpoints: {source}}}]")
+    assert "endpoints.kubernetes.api_server: " in str(told.value)
+    assert SECRET not in str(told.value)
+
+
+def test_of_what_is_no_secret_the_unknown_key_is_told() -> None:
+    """It is most often a slip of the pen."""
+    with pytest.raises(ConfigError, match=r"access\.api_kys: unknown key; did you mean 'api_keys'\?"):
+        parse(f"{POOLS}access: {{api_kys: []}}")
 
 
 # -- the commands
