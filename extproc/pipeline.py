@@ -33,7 +33,7 @@ from extproc.precise import Found, Matcher
 from extproc.precise import apply as apply_found
 from extproc.quotas import Quotas
 from extproc.reading import READ_AT_ONCE_BYTES, BodyReader, ReadingEvents
-from extproc.reply import Answer, Headers, Pending, Reply, Route, openai_error, refuse
+from extproc.reply import Answer, Headers, Pending, Reply, Route, error_body, refuse
 from extproc.request.apis import (
     BY_PATH,
     OTHER,
@@ -564,7 +564,7 @@ class Pipeline:
         target, request = plan.target, plan.request
         broken = self._broken(plan)
         if broken is not None:
-            return _told(broken)
+            return _told(broken, path)
         if found is not None:
             apply_found(found, request)
         placement: Placement = self._fleet.placements[target.pool.name]
@@ -603,12 +603,13 @@ class Pipeline:
             if forbidden is None:
                 return plan
             plan = forbidden
-        return _told(plan)
+        return _told(plan, path)
 
 
-def _told(refusal: Refusal) -> dict[str, Any]:
-    """What the client would read, under which status, and the reason as metrics and logs have it."""
-    return {**openai_error(refusal), "status": refusal.status, "reason": refusal.reason}
+def _told(refusal: Refusal, path: str) -> dict[str, Any]:
+    """What a client of that API would read, under which status, and the reason as metrics and logs have it."""
+    error = error_body(refusal, anthropic=BY_PATH[path].anthropic)
+    return {**error, "status": refusal.status, "reason": refusal.reason}
 
 
 def _has_work(request: InferenceRequest) -> bool:

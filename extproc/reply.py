@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -102,7 +102,6 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
     """
     if grpc:
         return Answer(refusal.status, refusal.message.encode(), (), refusal.reason)
-    error: object = _anthropic_error(refusal) if anthropic else openai_error(refusal)
     headers: Headers = (_JSON,)
     if refusal.retry_after_s is not None:
         headers = (_JSON, ("retry-after", str(refusal.retry_after_s)))
@@ -110,15 +109,20 @@ def refuse(refusal: Refusal, *, anthropic: bool = False, grpc: bool = False) -> 
         headers = (_JSON, ("www-authenticate", 'Bearer realm="pointsman"'))
     if refusal.reason in _WORTH_RETRYING:
         headers = (*headers, ("x-should-retry", _WORTH_RETRYING[refusal.reason]))
-    return Answer(refusal.status, msgspec.json.encode(error), headers, refusal.reason)
+    body = msgspec.json.encode(error_body(refusal, anthropic=anthropic))
+    return Answer(refusal.status, body, headers, refusal.reason)
 
 
-def openai_error(refusal: Refusal) -> dict[str, dict[str, str | None]]:
-    """The error object of a refusal, in the shape OpenAI clients parse."""
+def error_body(refusal: Refusal, *, anthropic: bool) -> dict[str, Any]:
+    """What the client reads of a refusal, in the shape that its API's clients parse: OpenAI's or Anthropic's."""
+    return _anthropic_error(refusal) if anthropic else _openai_error(refusal)
+
+
+def _openai_error(refusal: Refusal) -> dict[str, Any]:
     return error_object(refusal.type, _CODES.get(refusal.reason, refusal.reason), refusal.message, refusal.param)
 
 
-def _anthropic_error(refusal: Refusal) -> dict[str, object]:
+def _anthropic_error(refusal: Refusal) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(refusal.status, "api_error" if refusal.status >= _SERVER_ERROR else refusal.type)
     return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -14,7 +15,7 @@ _PATIENCE_S = 10
 
 
 class NoAnswer(Exception):
-    """Nothing, or nothing of ours, answers there; the message says so to an operator."""
+    """Nothing, nothing of ours, or a fault of ours answers there; the message says so to an operator."""
 
 
 def ask(address: str, path: str, what: str) -> Any:  # noqa: ANN401 - JSON
@@ -26,15 +27,30 @@ def ask(address: str, path: str, what: str) -> Any:  # noqa: ANN401 - JSON
     try:
         with urlopen(f"http://{where}{path}", timeout=_PATIENCE_S) as answer:
             return json.load(answer)[what]
-    except (HTTPError, HTTPException, ValueError, LookupError, TypeError) as error:
-        if isinstance(error, HTTPError):
-            error.close()
-        raise NoAnswer(
-            f"what answers at {address} is no admin API of Pointsman; is that its `admin.listen`?"
-        ) from error
+    except HTTPError as error:
+        with error:
+            told = _told_fault(error)
+        raise NoAnswer(f"{address} answers {error.code}: {told}" if told else _another(address)) from error
+    except (HTTPException, ValueError, LookupError, TypeError) as error:
+        raise NoAnswer(_another(address)) from error
     except OSError as error:
         why = _why(error)
         raise NoAnswer(f"no answer from {address}: {why}; does Pointsman run, with this `admin.listen`?") from error
+
+
+def _told_fault(error: HTTPError) -> str:
+    """What our own API says of a fault of its own; empty for what it would not say to a path that it has."""
+    if error.code < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return ""
+    try:
+        told = json.load(error)["error"]["message"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return ""
+    return told if isinstance(told, str) else ""
+
+
+def _another(address: str) -> str:
+    return f"what answers at {address} is no admin API of Pointsman; is that its `admin.listen`?"
 
 
 def _why(error: OSError) -> str:

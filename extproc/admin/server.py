@@ -36,7 +36,8 @@ _CODES = {
     413: "body_too_large",
     500: "internal_error",
 }
-"""By status, where nothing more is to be said: the words that clients get for the same faults."""
+"""By status, where nothing more is to be said: the words that clients get for the same faults; `other_origin`, which is
+none of theirs, is this API's alone."""
 _SERVER_ERROR = 500
 
 _Result = TypeVar("_Result")
@@ -206,7 +207,10 @@ async def _live(_request: web.Request) -> web.Response:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Every error is JSON, in one shape; and no page of another origin may have an operator's browser ask."""
+    """Every error is JSON, in one shape; and no page of another origin may have an operator's browser ask.
+
+    Not that "not ready" is one: it is what /readyz was asked for, whatever its status.
+    """
     try:
         return _forbidden() if _foreign(request) else await handler(request)
     except web.HTTPException as error:

@@ -14,6 +14,8 @@ import aiohttp
 import msgspec
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 from typer.testing import CliRunner
 
 from extproc.admin.client import NoAnswer, ask
@@ -395,6 +397,29 @@ def test_what_is_no_address_of_an_admin_api_is_told_as_that(admin: str) -> None:
     [line] = printed.stderr.splitlines()
     assert line.startswith("--admin: ")
     assert f"{admin!r} is not " in line or "0.0.0.0:9700 is an address to listen on" in line
+
+
+async def test_a_fault_of_the_admin_api_is_told_as_that(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as another server's answer: to look for the right address would help nobody."""
+
+    def broken() -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr(house.operations, "profiles", broken)
+    printed = await asyncio.to_thread(CliRunner().invoke, cli, ["profiles", "--admin", house.admin])
+    assert (printed.exit_code, printed.stderr) == (2, f"{house.admin} answers 500: internal error\n")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "x"}', b'{"error": {"message": 5}}', b"\xff"])
+async def test_a_fault_in_words_that_are_not_ours_is_another_servers(body: bytes) -> None:
+    """Whatever stands in it."""
+
+    async def fail(_request: web.BaseRequest) -> web.Response:
+        return web.Response(status=502, body=body)
+
+    async with RawTestServer(fail) as server:
+        with pytest.raises(NoAnswer, match="is no admin API of Pointsman"):
+            await asyncio.to_thread(ask, f"127.0.0.1:{server.port}", "/v1/profiles", "profiles")
 
 
 async def test_another_server_is_no_admin_api(house: House) -> None:
