@@ -145,7 +145,7 @@ def check(
     list_presets: Annotated[bool, typer.Option("--presets", help="Print the presets' names instead.")] = False,
 ) -> None:
     """Validate a configuration file and the files it names; every fault is told with its place."""
-    from extproc.followed_files import followed_faults, key_count
+    from extproc.followed_files import read_followed
 
     if schema or list_presets:
         typer.echo(json.dumps(Config.model_json_schema(), indent=2) if schema else "\n".join(presets()))
@@ -153,10 +153,11 @@ def check(
     if config is None:
         _fail("name a configuration file, or ask for --schema or --presets")
     loaded = _load(config)
-    _refuse_files(config, [*file_faults(loaded), *followed_faults(loaded)])
+    followed_faults, keys = read_followed(loaded)
+    _refuse_files(config, [*file_faults(loaded), *followed_faults])
     for line in (
         *pool_lines(loaded),
-        access_line(loaded.access, int(key_count(loaded))),
+        access_line(loaded.access, keys),
         *tenant_lines(loaded),
         *guard_lines(loaded),
     ):

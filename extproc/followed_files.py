@@ -1,5 +1,6 @@
-"""Faults in files that a config names and that are read while we run, found beforehand by the loaders of then.
+"""Faults in files that a config names and that are read while we run, found beforehand.
 
+By the loaders of then; a cluster's CA and token are looked at for what the client of its API server will want of them.
 A running system logs them and goes on with what it had, so only `pointsman check` calls them errors. A file that is not
 there may come later: that is a warning (config/files.py, as are the files without which nothing starts).
 """
@@ -19,25 +20,21 @@ from extproc.fleet.discovery.endpoints import BadEndpoints
 from extproc.fleet.discovery.sources import read_endpoints
 
 
-def followed_faults(config: Config) -> list[str]:
-    """One line per fault, with the field that names the file."""
-    found = [
+def read_followed(config: Config) -> tuple[list[str], int]:
+    """One line per fault, with the field that names the file; and how many API keys there are, as far as is known."""
+    faults = [
         f"pools[{number}].{fault}"
         for number, pool in enumerate(config.pools)
-        for faults in (_endpoints(pool), _kubernetes(pool), _tokenizer(pool))
-        for fault in faults
+        for found in (_endpoints(pool), _kubernetes(pool), _tokenizer(pool))
+        for fault in found
     ]
-    keys = key_count(config)
-    return [*found, f"access.api_keys_file: {keys}"] if isinstance(keys, str) else found
-
-
-def key_count(config: Config) -> int | str:
-    """How many API keys there are, or what is wrong with their file, which must be there: nobody gets in without it."""
+    # this file must be there: nobody gets in without it
     file = config.access.api_keys_file
-    found = () if file is None else read_keys(file)
-    if isinstance(found, BadKeys):
-        return f"{file}: {found}"
-    return len({key.sha256 for key in (*found, *config.access.api_keys)})
+    keys = () if file is None else read_keys(file)
+    if isinstance(keys, BadKeys):
+        faults.append(f"access.api_keys_file: {file}: {keys}")
+        keys = ()
+    return faults, len({key.sha256 for key in (*keys, *config.access.api_keys)})
 
 
 def _endpoints(pool: Pool) -> Iterator[str]:

@@ -225,7 +225,7 @@ class Config(Model):
         there_are = f"there are: {', '.join(classes)}" if classes else "no pool has a queue"
         for where, quota in sections(self.tenants):
             if quota.best_class is not None and quota.best_class not in classes:
-                yield f"tenants: {where}.best_class: no class {quota.best_class!r} in a queue; {there_are}"
+                yield f"tenants.{where}.best_class: no class {quota.best_class!r} in a queue; {there_are}"
 
     def _faults_of_routing(self) -> Iterator[str]:
         routing, pools = self.routing, {pool.name for pool in self.pools}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from extproc.access.keys import digest_of
+from extproc.access.keys import BadKeys, digest_of, parse_keys
 from extproc.cli import cli
 from extproc.config.files import file_faults
 from extproc.config.loading import ConfigError, load, parse
@@ -63,6 +63,15 @@ def test_keys_in_both_places_are_counted(tmp_path: Path) -> None:
     """One that stands in both is one."""
     (tmp_path / "keys.yaml").write_text(f"[{KEY}]")
     result = check(tmp_path, config(f"access: {{api_keys: [{KEY}], api_keys_file: keys.yaml}}"))
+    assert f"access: 1 API keys ({tmp_path / 'keys.yaml'})" in result.stdout
+
+
+def test_a_key_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told of it is of one moment, though it breaks in the next."""
+    answers: list[Any] = [parse_keys(f"[{KEY}]"), BadKeys("broken since")]
+    monkeypatch.setattr("extproc.followed_files.read_keys", lambda _file: answers.pop(0))
+    result = check(tmp_path, config("access: {api_keys_file: keys.yaml}"))
+    assert (result.exit_code, len(answers)) == (0, 1)
     assert f"access: 1 API keys ({tmp_path / 'keys.yaml'})" in result.stdout
 
 

@@ -266,7 +266,7 @@ def test_what_does_not_fit_together_is_told_of_all_at_once() -> None:
         "tenants.default.pools: it sees no pool 'r'",
         "tenants.named.acme.default_model: it sees no model 'n'",
         "guard.client: tenant needs `access`",
-        "default.best_class: no class 'now'",
+        "top level: tenants.default.best_class: no class 'now'",
         "/a leads to pool 'q'",
         "/b leads to pool 'r'",
         "routing.default_model is 'n'",
