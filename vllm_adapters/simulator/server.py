@@ -520,8 +520,8 @@ def _why_not_bound(error: OSError) -> str:
     """In words; asyncio's are its own and have the error's number."""
     if error.errno == errno.EADDRINUSE:
         return "the address is already in use; does another simulator run?"
-    found = isinstance(error, socket.gaierror) or not error.errno
-    return str(error.strerror or error) if found else os.strerror(error.errno or 0)
+    has_own_words = isinstance(error, socket.gaierror) or not error.errno
+    return str(error.strerror or error) if has_own_words else os.strerror(error.errno or 0)
 
 
 def _where(options: SimOptions, ports: Sequence[int]) -> str:
