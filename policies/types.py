@@ -28,13 +28,13 @@ def _is_compiled() -> bool:
     return not isinstance(_is_compiled, FunctionType)
 
 
-_FEW = 4_096 if _is_compiled() else 48
+_MOST_LISTED = 4_096 if _is_compiled() else 48
 """Up to so many endpoints loops over floats are faster than arrays, whose every operation costs a microsecond, and
 several where little of numpy is in the processor's caches. Compiled they are so as far as anybody has endpoints."""
 
 
 @dataclass(init=False)
-class FewSlots:
+class ListedSlots:
     """Slots for loops, as a list in rising order. Where they are neighbours `end` is behind the last, else 0."""
 
     listed: list[int]
@@ -57,9 +57,9 @@ class FewSlots:
         return self._bits
 
 
-def few_slots(slots: Slots) -> FewSlots | None:
+def listed_slots(slots: Slots) -> ListedSlots | None:
     """Of slots that rise; None where they are too many for loops, or none."""
-    return FewSlots(slots.tolist()) if 0 < len(slots) <= _FEW else None
+    return ListedSlots(slots.tolist()) if 0 < len(slots) <= _MOST_LISTED else None
 
 
 def highest(figures: list[float]) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from extproc.replay.traces import TraceRequest
 from policies.placement.prefix_index import Matched, PrefixIndex
-from policies.types import FewSlots, Floats, Slots
+from policies.types import Floats, ListedSlots, Slots
 
 Holds = Callable[[int, TraceRequest], int]
 """(slot, request) -> tokens of its prompt that the engine at `slot` could use now."""
@@ -37,7 +37,7 @@ class EngineIndex(PrefixIndex):
             return np.zeros(len(slots))
         return np.array([float(self._holds(int(slot), request)) for slot in slots])
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> Matched:
-        """The same of a few."""
-        matched: list[float] = self.match(hashes, tokens, np.array(few.listed)).tolist()
-        return Matched(few, [], matched)
+    def match_listed(self, hashes: Sequence[int], tokens: Sequence[int], slots: ListedSlots) -> Matched:
+        """The same of listed slots."""
+        matched: list[float] = self.match(hashes, tokens, np.array(slots.listed)).tolist()
+        return Matched(slots, [], matched)

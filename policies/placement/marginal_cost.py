@@ -45,12 +45,12 @@ from policies.fleet_state import Load
 from policies.past import Moment
 from policies.placement.ledger import Pace
 from policies.placement.marginal_spec import MarginalCostSpec
-from policies.placement.pickers import Score, max_of_few, max_score
+from policies.placement.pickers import Score, max_by_loop, max_score
 from policies.placement.policy import Scored, ranking
 from policies.placement.prefix_index import Matched, Room
 from policies.placement.profiles import Profile
 from policies.placement.view import View
-from policies.types import Decision, FewSlots, Floats, InferenceRequest, Mask, Ranking
+from policies.types import Decision, Floats, InferenceRequest, ListedSlots, Mask, Ranking
 
 _HELD_SHARE: Final = 0.5
 """Of the prompt: from here on its cache is worth more than the prediction is exact."""
@@ -135,9 +135,9 @@ class MarginalCost:
 
     def rank(self, view: View, length: int) -> Ranking:
         """Cheapest first."""
-        few = view.few
-        if few is not None:
-            return self._rank_few(view, few, length)
+        slots = view.listed
+        if slots is not None:
+            return self._rank_by_loop(view, slots, length)
         prompt, answer = float(view.request.input_tokens), view.ledger.answer_tokens(view.request)
         matched = view.matched_tokens
         asks = _Asks(prompt, answer, matched, prompt, prompt, answer, _greatest(matched))
@@ -225,33 +225,33 @@ class MarginalCost:
         band[banded & ~less] = -self.affinity_band_s
         return band
 
-    # -- the same over floats: one request and few candidates
+    # -- the same over floats: one request and listed candidates
 
-    def _rank_few(self, view: View, few: FewSlots, length: int) -> Ranking:
-        matched, prompt = view.matched_of_few(few), float(view.request.input_tokens)
+    def _rank_by_loop(self, view: View, slots: ListedSlots, length: int) -> Ranking:
+        matched, prompt = view.matched_of_listed(slots), float(view.request.input_tokens)
         answer, most_matched = view.ledger.answer_tokens(view.request), matched.most
         working = _Working(self, view, matched, prompt, answer)
         enough = _NEARLY_MOST * most_matched if most_matched > _HELD_SHARE * prompt else inf
         holders: list[int] = []
-        scores = self._scores_of_few(working, view, few, enough, holders)
+        scores = self._scores_by_loop(working, view, slots, enough, holders)
         if holders:
-            self._add_band(view, few, holders, working.in_flight, scores)
-        positions = max_of_few(scores, length, view.rng)
-        order = [few.listed[position] for position in positions]
+            self._add_band(view, slots, holders, working.in_flight, scores)
+        positions = max_by_loop(scores, length, view.rng)
+        order = [slots.listed[position] for position in positions]
         return Ranking(order, view.slots, positions[0], scores[positions[0]].value, working)
 
-    def _scores_of_few(
-        self, working: _Working, view: View, few: FewSlots, enough: float, holders: list[int]
+    def _scores_by_loop(
+        self, working: _Working, view: View, slots: ListedSlots, enough: float, holders: list[int]
     ) -> list[Score]:
         """As `_cost`, but below zero. Positions of who holds `enough` go into `holders`."""
         prompt, answer, now_s, stall = working.prompt, working.answer, view.now_s, self.stall_weight
         prices, anybody_holds = view.ledger.prices, working.matched.most > 0.0
         sequence_s, kv_token_s, most_running = prices.sequence_s, prices.kv_token_s, prices.most_running
         whole, decode, asked = prices.work(prompt, prompt), self.decode_weight * answer, prompt + answer
-        listed = few.listed
+        listed = slots.listed
         loads, paces, rooms = view.state.loads(), view.ledger.paces(listed[-1]), view.index.rooms(listed[-1])
         working.matched.put_down(rooms)
-        if few.end != len(listed):  # else they are the first ones, as usual, and are read where they stand
+        if slots.end != len(listed):  # else they are the first ones, as usual, and are read where they stand
             loads, paces = [loads[slot] for slot in listed], [paces[slot] for slot in listed]
             rooms = [rooms[slot] for slot in listed]
         others = working.sees_others(view)
@@ -306,8 +306,10 @@ class MarginalCost:
         idle_s = max(view.now_s - room.oldest_at_s, 0.0) if room.oldest_at_s < inf else inf
         return self.eviction_weight * uncached / rate * exp(-idle_s / self.eviction_fade_s)
 
-    def _add_band(self, view: View, few: FewSlots, holders: list[int], in_flight: float, scores: list[Score]) -> None:
-        loads, listed, level = view.state.loads(), few.listed, -inf
+    def _add_band(
+        self, view: View, slots: ListedSlots, holders: list[int], in_flight: float, scores: list[Score]
+    ) -> None:
+        loads, listed, level = view.state.loads(), slots.listed, -inf
         usual = _SPILL_FACTOR * (in_flight / len(listed)) + _SPILL_REQUESTS
         for position in holders:
             level = max(level, scores[position].value)

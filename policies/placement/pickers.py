@@ -17,7 +17,7 @@ Picker: TypeAlias = Callable[[Floats, int, Random, float], list[int]]
 Scores within `margin` of the best are equal to it.
 """
 
-_FEW = 64
+_MOST_BY_LOOP = 64
 _TIE: Final = 1e-9
 """Scores closer than this are equal: far below any weight, far above float noise."""
 
@@ -31,12 +31,12 @@ class Score:
 
 def max_score(scores: Floats, length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The highest scores, best first."""
-    if len(scores) <= _FEW:
-        return max_of_few([Score(value) for value in scores.tolist()], length, rng, margin)
+    if len(scores) <= _MOST_BY_LOOP:
+        return max_by_loop([Score(value) for value in scores.tolist()], length, rng, margin)
     return _max_of_many(scores, length, rng, margin)
 
 
-def max_of_few(scores: list[Score], length: int, rng: Random, margin: float = 0.0) -> list[int]:
+def max_by_loop(scores: list[Score], length: int, rng: Random, margin: float = 0.0) -> list[int]:
     """The same of scores in a list."""
     order: list[int] = []
     taken: list[float] = []

@@ -26,15 +26,15 @@ from policies.types import (
     Choice,
     Decision,
     Fallback,
-    FewSlots,
     Filtered,
     Floats,
     InferenceRequest,
+    ListedSlots,
     Mask,
     Ranking,
     Reservation,
     Slots,
-    few_slots,
+    listed_slots,
 )
 
 _ALWAYS = ("ready", "model", "subset")
@@ -82,7 +82,7 @@ class Placement:
         self.calibration = Calibration(index)
         self.class_use = ClassUse()
         self.members: Slots = np.empty(0, np.intp)
-        self._few: FewSlots | None = None  # of these
+        self._listed: ListedSlots | None = None  # of these
         self._roll = Roll()
         self.index_tokens: int | None = None
         self._own_blocks = 0  # named so far, downwards: no hash is negative
@@ -113,7 +113,7 @@ class Placement:
         members = np.array(sorted(slots), np.intp)
         for gone in np.setdiff1d(self.members, members):
             self.forget(int(gone))
-        self.members, self._few = members, few_slots(members)
+        self.members, self._listed = members, listed_slots(members)
 
     def forget(self, slot: int) -> None:
         """The endpoint's cache is empty, or the slot is another's: nothing that was learned of it holds."""
@@ -123,12 +123,12 @@ class Placement:
 
     def view(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """The pool's endpoints as they are for this request, before any filter."""
-        index, ledger, few = self.index, self.ledger, self._few
-        if few is None or request.precise is not None:
+        index, ledger, listed = self.index, self.ledger, self._listed
+        if listed is None or request.precise is not None:
             matched = self.matched(request, self.members, state)
-            return View(request, state, self.members, matched, now_s, rng, index, ledger, few)
-        matched_of_few = index.match_few(request.block_hashes, request.block_tokens, few)
-        return View(request, state, self.members, matched_of_few, now_s, rng, index, ledger, few)
+            return View(request, state, self.members, matched, now_s, rng, index, ledger, listed)
+        matched_of_listed = index.match_listed(request.block_hashes, request.block_tokens, listed)
+        return View(request, state, self.members, matched_of_listed, now_s, rng, index, ledger, listed)
 
     def survey(self, request: InferenceRequest, state: FleetState, now_s: float, rng: Random) -> View:
         """Those of the pool's endpoints that may take traffic, whatever a request asks for."""

@@ -33,7 +33,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from mypy_extensions import mypyc_attr
 
-from policies.types import FewSlots, Floats, Slots, highest, one_by_one
+from policies.types import Floats, ListedSlots, Slots, highest, one_by_one
 
 _Block: TypeAlias = Any
 """A block's hash: an int of 64 bits. So named it is never unpacked by compiled code, only to be packed again."""
@@ -132,14 +132,14 @@ class Room:
 
 
 class Matched:
-    """What each of few slots holds of a prompt, in tokens. Never changed.
+    """What each of some slots holds of a prompt, in tokens. Never changed.
 
     Every decision keeps one, so it is small: `depths` has slots, as bits, and what they hold, the most last. Or
     `listed` has it in the slots' order, where that is how it was found.
     """
 
-    def __init__(self, few: FewSlots, depths: list[tuple[int, float]], listed: list[float] | None = None) -> None:
-        self._few = few
+    def __init__(self, slots: ListedSlots, depths: list[tuple[int, float]], listed: list[float] | None = None) -> None:
+        self._slots = slots
         self._depths = depths
         self._listed = listed
         self.most: float = highest(listed) if listed is not None else depths[-1][1] if depths else 0.0
@@ -151,7 +151,7 @@ class Matched:
         """What the slot at this position holds."""
         if self._listed is not None:
             return self._listed[position]
-        slot = self._few.listed[position]
+        slot = self._slots.listed[position]
         for holders, tokens in self._depths:
             if holders >> slot & 1:
                 return tokens
@@ -161,7 +161,7 @@ class Matched:
         """What each holds, shape (n,)."""
         if self._listed is not None:
             return np.array(self._listed)
-        listed = self._few.listed
+        listed = self._slots.listed
         matched = np.zeros(listed[-1] + 1)
         for holders, tokens in self._depths:
             _credit(matched, holders, tokens)
@@ -170,10 +170,10 @@ class Matched:
     def put_down(self, rooms: list[Room]) -> None:
         """Write it on the paper of those that hold any."""
         if self._listed is not None:
-            for position, slot in enumerate(self._few.listed):
+            for position, slot in enumerate(self._slots.listed):
                 rooms[slot].matched_tokens = self._listed[position]
         for holders, tokens in self._depths:
-            _credit_few(rooms, holders, tokens)
+            _credit_rooms(rooms, holders, tokens)
 
 
 class PrefixIndex:
@@ -198,14 +198,14 @@ class PrefixIndex:
             _credit(matched, holders, depth_tokens)
         return matched if size == len(slots) else matched[slots]
 
-    def match_few(self, hashes: Sequence[int], tokens: Sequence[int], few: FewSlots) -> Matched:
-        """The same of a few."""
+    def match_listed(self, hashes: Sequence[int], tokens: Sequence[int], slots: ListedSlots) -> Matched:
+        """The same of listed slots."""
         depths: list[tuple[int, float]] = []
         for holders, depth_tokens in self._depths(hashes, tokens):
-            there = holders & few.bits
+            there = holders & slots.bits
             if there:
                 depths.append((there, float(depth_tokens)))
-        return Matched(few, depths)
+        return Matched(slots, depths)
 
     def _depths(self, hashes: Sequence[_Block], tokens: Sequence[int]) -> list[tuple[int, int]]:
         """How far down a prompt its blocks are held: slots, as bits, and the tokens that these and no others hold."""
@@ -490,7 +490,7 @@ def _credit(matched: Floats, holders: int, tokens: float) -> None:
         holders ^= lowest
 
 
-def _credit_few(rooms: list[Room], holders: int, tokens: float) -> None:
+def _credit_rooms(rooms: list[Room], holders: int, tokens: float) -> None:
     """The same on the paper of their Rooms."""
     if holders.bit_count() <= _FEW_HOLDERS:
         while holders:

@@ -2,7 +2,7 @@
 
 Made once per choice and read only. Figures that several scorers need are gathered once, when first asked for: at 16
 endpoints an array operation costs a microsecond or two whatever it does, so their number is what a decision costs. What
-the default policy weighs of a few candidates (`few`) it takes as attributes of objects by slot, and no array is made.
+the default policy weighs of listed candidates it takes as attributes of objects by slot, and no array is made.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from policies.fleet_state import FleetState
 from policies.placement.ledger import Ledger
 from policies.placement.prefix_index import Matched, PrefixIndex
-from policies.types import FewSlots, Floats, InferenceRequest, Mask, Slots, few_slots
+from policies.types import Floats, InferenceRequest, ListedSlots, Mask, Slots, listed_slots
 
 
 class View:
     """The candidates of one choice. `matched_tokens[i]` is what `slots[i]` holds of the prompt; all shapes (n,).
 
-    `few`: the same slots for loops, where somebody has that at hand. `slots` are in rising order.
+    `listed`: the same slots for loops, where somebody has that at hand. `slots` are in rising order.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class View:
         rng: Random,
         index: PrefixIndex,
         ledger: Ledger,
-        few: FewSlots | None = None,
+        listed: ListedSlots | None = None,
     ) -> None:
         self.request = request
         self.state = state
         self.slots = slots
         self.matched: Floats | Matched = matched_tokens  # as it was found, whatever the form
         self._matched: Floats | None = None
-        self._few = few
+        self._listed = listed
         self.now_s = now_s
         self.rng = rng
         self.index = index
@@ -67,11 +67,11 @@ class View:
         )
 
     @property
-    def few(self) -> FewSlots | None:
+    def listed(self) -> ListedSlots | None:
         """The candidates for loops; None where they are too many."""
-        if self._few is None:
-            self._few = few_slots(self.slots)
-        return self._few
+        if self._listed is None:
+            self._listed = listed_slots(self.slots)
+        return self._listed
 
     @property
     def matched_tokens(self) -> Floats:
@@ -81,10 +81,10 @@ class View:
             self._matched = matched.array() if isinstance(matched, Matched) else matched
         return self._matched
 
-    def matched_of_few(self, few: FewSlots) -> Matched:
+    def matched_of_listed(self, listed: ListedSlots) -> Matched:
         """The same for loops."""
         matched = self.matched
-        return matched if isinstance(matched, Matched) else Matched(few, [], matched.tolist())
+        return matched if isinstance(matched, Matched) else Matched(listed, [], matched.tolist())
 
     def matched_at(self, position: int) -> float:
         """The same of one."""

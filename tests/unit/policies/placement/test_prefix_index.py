@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.placement.prefix_index import Pinned, PrefixIndex
-from policies.types import few_slots
+from policies.types import listed_slots
 
 
 def _slots(*slots: int) -> np.ndarray:
@@ -26,23 +26,23 @@ def test_an_endpoint_is_credited_for_the_contiguous_prefix_it_holds() -> None:
 
 
 @given(st.sets(st.integers(0, 20), min_size=1, max_size=6), st.lists(st.integers(0, 20), max_size=12))
-def test_of_few_slots_the_same_is_known(slots: set[int], holders: list[int]) -> None:
+def test_of_listed_slots_the_same_is_known(slots: set[int], holders: list[int]) -> None:
     """Matches, rooms and ages by loops and by arrays, whether or not the slots are neighbours."""
     index = PrefixIndex(1_000)
     for age, holder in enumerate(holders):
         index.insert(holder, [1, 2, 3][: 1 + age % 3], [64, 64, 64][: 1 + age % 3], float(age))
     among = _slots(*sorted(slots))
-    few = few_slots(among)
-    assert few is not None
-    matched, by_arrays = index.match_few([1, 2, 3], [64] * 3, few), index.match([1, 2, 3], [64] * 3, among).tolist()
+    some = listed_slots(among)
+    assert some is not None
+    matched, by_arrays = index.match_listed([1, 2, 3], [64] * 3, some), index.match([1, 2, 3], [64] * 3, among).tolist()
     assert list(matched) == [matched.at(position) for position in range(len(among))] == by_arrays
     assert matched.most == max(by_arrays)
-    rooms = index.rooms(few.listed[-1])
+    rooms = index.rooms(some.listed[-1])
     matched.put_down(rooms)
-    assert [rooms[slot].matched_tokens for slot in few.listed] == by_arrays
+    assert [rooms[slot].matched_tokens for slot in some.listed] == by_arrays
     index.settle()
-    assert [rooms[slot].tokens for slot in few.listed] == index.room_tokens(among).tolist()
-    assert [rooms[slot].oldest_at_s for slot in few.listed] == index.oldest_at_s(among).tolist()
+    assert [rooms[slot].tokens for slot in some.listed] == index.room_tokens(among).tolist()
+    assert [rooms[slot].oldest_at_s for slot in some.listed] == index.oldest_at_s(among).tolist()
 
 
 def test_a_hole_ends_the_match() -> None:
@@ -254,9 +254,7 @@ def test_of_two_that_fail_nothing_stays_though_one_was_over_before_that_was_told
     assert len(index) == 0
 
 
-_steps = st.tuples(
-    st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "tell", "forget"])
-)
+_steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "tell", "forget"]))
 
 
 @given(st.lists(_steps, max_size=40), st.integers(64, 64 * 12), _prompts)
