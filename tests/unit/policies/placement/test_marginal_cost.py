@@ -152,7 +152,7 @@ def test_a_quiet_fleet_of_equals_shares_alike_whoever_learned_first(
         first = Reservation(2, 1, 1_000, 1_000)
         first.work = 100.0
         placement.ledger.timed(first, 100.0 / (1.02 * true_rate))
-    with patch("policies.types._FEW", most_for_loops):
+    with patch("policies.types._MOST_LISTED", most_for_loops):
         counts = _one_at_a_time(placement, state, 400, (true_rate,) * 4)
         assert min(counts.values()) > 60
         assert len(counts) == 4
@@ -383,7 +383,7 @@ def _banded(asked: _Asked, endpoints: list[_Endpoint], costs: list[float]) -> li
 def _rank(view: View, most_for_loops: int) -> tuple[Ranking, float]:
     """All candidates in order, with loops over so many at most; and what chance says next."""
     rng = Random(5)
-    with patch("policies.types._FEW", most_for_loops):
+    with patch("policies.types._MOST_LISTED", most_for_loops):
         again = View(
             view.request, view.state, view.slots, view.matched_tokens, view.now_s, rng, view.index, view.ledger
         )  # fmt: skip

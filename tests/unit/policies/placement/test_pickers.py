@@ -28,7 +28,7 @@ def test_a_list_has_no_repeats_and_is_as_long_as_it_can_be(
 @given(_scores, st.integers(1, 8), st.integers(0, 99), st.sampled_from([0.0, 0.1, 5.0]))
 def test_few_scores_are_picked_from_as_many_are(scores: np.ndarray, length: int, seed: int, margin: float) -> None:
     """By lists or by arrays, with the same dice: the same order."""
-    many = np.concatenate((scores, np.full(pickers._FEW, -np.inf)))
+    many = np.concatenate((scores, np.full(pickers._MOST_BY_LOOP, -np.inf)))
     length = min(length, len(scores))
     assert max_score(scores, length, Random(seed), margin) == max_score(many, length, Random(seed), margin)
 
