@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from extproc.addresses import why_not_bound
@@ -187,7 +188,7 @@ class AdminServer:
     async def _drain(self, request: web.Request) -> web.Response:
         endpoint, verb = request.match_info["endpoint"], request.match_info["verb"]
         if not self._operations.drain(endpoint, drain=verb == "drain"):
-            return _error(404, f"no endpoint {endpoint}", "unknown_endpoint")
+            return _error(404, f"no endpoint {endpoint[:200]}", "unknown_endpoint")
         return _json({"endpoint": endpoint, "done": verb})
 
 
@@ -215,6 +216,8 @@ async def _json_errors(
         return _forbidden() if _foreign(request) else await handler(request)
     except web.HTTPException as error:
         return _error(error.status, error.reason)
+    except (web.RequestPayloadError, ContentEncodingError):
+        return _error(400, "the body cannot be read: it is not what its headers say")
     except Exception:
         log.exception("admin request failed", path=request.path)
         return _error(500, "internal error")

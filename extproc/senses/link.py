@@ -44,8 +44,9 @@ _SECOND_LOOK_S = 2.0
 """Before that is believed: where we were the ones that stood still, what they said meanwhile is only now read."""
 _SCRAPES_PER_S = 1_000
 """Of all endpoints together: each costs the decision loop some 30 us."""
-_TAKEN_AT_ONCE = 16
-"""Reports: half a millisecond. Of 256 endpoints there may be a hundred in one read where the machine is busy."""
+_TAKEN_AT_ONCE, _SHARE_AT_ONCE = 16, 4
+"""Reports: half a millisecond. Of 256 endpoints there may be a hundred in one read where the machine is busy. A quarter
+of them where that is more: else they would wait without end for a loop whose turns are long."""
 _SETTLED_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 5.0, 10
 _STOP_GRACE_S = 2.0
@@ -220,7 +221,8 @@ class _Line(asyncio.Protocol):
             self._loop.call_soon(self._take_more)
 
     def _take_some(self) -> None:
-        for _ in range(min(_TAKEN_AT_ONCE, len(self._waiting))):
+        waiting = len(self._waiting)
+        for _ in range(min(waiting, max(_TAKEN_AT_ONCE, waiting // _SHARE_AT_ONCE))):
             try:
                 self._take(from_senses(self._waiting.popleft()))
             except Exception:

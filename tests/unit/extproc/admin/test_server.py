@@ -293,6 +293,14 @@ async def test_a_path_that_cannot_be_explained_is_told_from_those_that_can(house
     assert house.operations.asked == []
 
 
+async def test_a_body_that_is_not_what_its_headers_say_is_refused(house: House) -> None:
+    """In words; it is the caller's fault and not ours."""
+    status, answer = await house.ask("POST", "/v1/explain", b"{}", headers={"content-encoding": "gzip"})
+    told = error("invalid_request", "the body cannot be read: it is not what its headers say")
+    assert (status, answer) == (400, {"error": told})
+    assert house.operations.asked == []
+
+
 async def test_a_fault_of_ours_is_json_too(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 500 without its working, and the server lives on."""
 

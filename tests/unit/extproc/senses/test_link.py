@@ -201,7 +201,8 @@ async def test_many_reports_at_once_let_requests_between_them() -> None:
     line.theirs.send(encode(Alive(100)))
     await eventually(lambda: line.taken[-1] == Alive(100))
     runs = [len(list(run)) for idle, run in groupby(line.taken, lambda taken: taken is None) if not idle]
-    assert max(runs) <= module._TAKEN_AT_ONCE
+    assert max(runs) <= 100 // module._SHARE_AT_ONCE
+    assert min(runs[:-2]) >= module._TAKEN_AT_ONCE
     assert [taken for taken in line.taken if taken is not None] == [Alive(number) for number in range(101)]
     line.close()
 

@@ -254,6 +254,18 @@ def test_of_two_that_fail_nothing_stays_though_one_was_over_before_that_was_told
     assert len(index) == 0
 
 
+def test_what_requests_used_is_not_remembered_for_ever() -> None:
+    """Where no log ever tells of them, blocks that were evicted would stay in memory with each."""
+    index = PrefixIndex(128)
+    over = []
+    for number in range(600):
+        over.append(index.pin(0, [number], [64]))
+        index.release(over[-1], float(number))
+    assert [len(pinned.blocks) for pinned in over] == [0] * 100 + [1] * 500
+    index.discard(over[0])
+    assert index.held_tokens(0) == 128
+
+
 _steps = st.tuples(st.integers(0, 3), _prompts, st.sampled_from(["serve", "begin", "end", "fail", "tell", "forget"]))
 
 
