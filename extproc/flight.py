@@ -490,9 +490,9 @@ class Flights:
     def _let_go(flight: Flight) -> None:
         """Once it is over and told of, it must not keep a pool alive that may be gone by then, nor what that holds."""
         if flight.stage is _RELEASED:
+            if flight.placement is not None and flight.reservation is not None:
+                flight.placement.settled(flight.reservation)
             flight.placement = None
-            if flight.reservation is not None:
-                flight.reservation.pinned = None
 
     def _learn(self, flight: Flight, completion: Completion) -> None:
         """What the pool can learn of one answer. Only a streamed one tells when its first token came."""

@@ -281,6 +281,12 @@ class Placement:
             self.class_use.book(reservation.class_name, reservation.slot, -1, -reservation.claimed_tokens)
             reservation.class_name = None
 
+    def settled(self, reservation: Reservation) -> None:
+        """The request is over, and nobody will tell more of it."""
+        if reservation.pinned is not None:
+            self.index.let_go(reservation.pinned)
+            reservation.pinned = None
+
     def failed(self, reservation: Reservation) -> None:
         """The endpoint did not take the request: it did not get the part of the prompt it lacked either.
 

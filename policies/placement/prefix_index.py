@@ -348,6 +348,10 @@ class PrefixIndex:
             if not held.users:
                 self._remove(held, pinned.slot, shelf)
 
+    def let_go(self, pinned: Pinned) -> None:
+        """No failure will be told of that. Blocks in memory that are of no use are cold places for the next ones."""
+        pinned.blocks = []
+
     def _remove(self, held: _Held, slot: int, shelf: _Shelf) -> None:
         held.users = -1
         del shelf.blocks[held.block]
