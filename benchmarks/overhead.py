@@ -1,6 +1,6 @@
 """What a decision costs on the wire: CPU of ours and of Envoy per request, throughput, p50 and p99.
 
-    make bench-overhead [ARGS='--rounds 9']
+    make bench-overhead [ARGS='--rounds 5']
 
 Four ways to sixteen constant engines (wire_rig.py), five kinds of load, each way once in each round in an order drawn
 anew. Half as many requests come first and are not counted, so that what one load leaves in the prefix index is not the
@@ -140,7 +140,7 @@ def judge(results: Rounds) -> bool:
     return kept
 
 
-def main(rounds: int = 5, seed: int = 1) -> None:
+def main(rounds: int = 9, seed: int = 1) -> None:
     """Start all, measure, print; ends with 1 if a budget is missed."""
     with ways() as found:
         typer.echo(
