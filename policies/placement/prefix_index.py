@@ -111,8 +111,8 @@ class _Shelf:
 class Pinned:
     """Blocks that one request in flight uses on one shelf, in that `stay`: it is released with this.
 
-    The first `in_use` of them others were using as well, the first `computed` were computed without it. `release` is
-    the number of its own; 0 while it is in flight.
+    The first `in_use` of them others were using as well. `release` is the number of its own, 0 while it is in flight;
+    the first `computed` were computed without it, as was seen then.
     """
 
     def __init__(self, slot: int, stay: int) -> None:
@@ -259,8 +259,6 @@ class PrefixIndex:
                 pinned.in_use += 1
             elif rested is not None:
                 rested.append(held.since_s)
-            if held.computed_by:
-                pinned.computed += 1
             held.users += 1
             used.append(held)
         there = len(used)

@@ -186,8 +186,7 @@ def test_what_other_requests_have_only_pinned_may_never_come() -> None:
     index = PrefixIndex(10_000)
     index.insert(0, [1, 2], [64, 64], 0.0)
     first, second = index.pin(0, [1, 2, 3], [64, 64, 64]), index.pin(0, [1, 2, 3, 4], [64] * 4)
-    assert (first.in_use, first.computed) == (0, 2)
-    assert (second.in_use, second.computed) == (3, 2)
+    assert (first.in_use, second.in_use) == (0, 3)
     for pinned in (first, second):
         index.discard(pinned)
         index.release(pinned, 1.0)
